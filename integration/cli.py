@@ -1,0 +1,61 @@
+"""The command line. Only typer is imported here, so that ``--help`` answers at once.
+
+Each verb lives beside what it does (``patchset/cli.py``, ``job/cli.py``, ``proof/cli.py``) and
+imports torch, git helpers or data libraries inside its function.
+"""
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from integration.errors import UserError
+from integration.job.cli import train
+from integration.patchset.cli import env, patches
+from integration.proof.cli import test
+
+app = typer.Typer(
+    name="integration",
+    help="Patches for pinned PyTorch and TorchTitan, their proofs, and the 1T MoE job.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command(name="train")(train)
+app.command(name="test")(test)
+app.command(name="env")(env)
+app.add_typer(patches, name="patches")
+
+# What stands after "--" belongs to TorchTitan. It is taken off before typer sees the command
+# line: click would otherwise read the first of it as the optional CONFIG.
+TITAN_OPTIONS: list[str] = []
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option(help="Show stack traces and every line of output.")] = False,
+) -> None:
+    if debug:
+        os.environ["INTEGRATION_DEBUG"] = "1"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run one verb; end with its exit code, one sentence for what the user can mend."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if "--" in argv:
+        split = argv.index("--")
+        argv, TITAN_OPTIONS[:] = argv[:split], argv[split + 1 :]
+    if "--debug" in argv:  # accepted before or after the verb
+        argv.remove("--debug")
+        argv.insert(0, "--debug")
+    try:
+        app(argv, prog_name="integration")
+    except UserError as error:
+        if os.environ.get("INTEGRATION_DEBUG"):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,5 @@
+"""``integration train``."""
+
+
+def train() -> None:
+    """Train a config."""

@@ -1,0 +1,5 @@
+"""``integration test``."""
+
+
+def test() -> None:
+    """Run the contributions' tests."""
