@@ -34,7 +34,9 @@ TITAN_OPTIONS: list[str] = []
 
 @app.callback()
 def _options(
-    debug: Annotated[bool, typer.Option(help="Show stack traces and every line of output.")] = False,
+    debug: Annotated[
+        bool, typer.Option(help="Show stack traces and every line of output.")
+    ] = False,
 ) -> None:
     if debug:
         os.environ["INTEGRATION_DEBUG"] = "1"

@@ -1,0 +1,178 @@
+"""Start TorchTitan's trainer under torchrun, show rank 0's log, pass signals on, say how it ended.
+
+Torchrun gets a session of its own, so that Ctrl-C at the terminal reaches only this process: it
+asks the ranks to stop once, as a scheduler would, and they save. A second Ctrl-C ends them.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from integration.errors import UserError
+from integration.job.failure import diagnose, rank_folder
+from integration.job.layout import TOKENIZER_VARIABLE, VOCAB_VARIABLE
+from integration.job.machine import cores
+from integration.job.run import Job, Run
+from integration.paths import REPO, cache_dir
+
+# Seconds that ranks have, once asked to stop, for the step they are in and a checkpoint. Torchrun
+# kills them after that. Below a minute, so that survivors of a dead peer do not linger.
+SHUTDOWN_SECONDS = 45
+AGENT_LOG = "torchrun.log"
+TITAN_LINE = re.compile(r"^\[titan\] ")
+# Said at every start, or of no use without a GPU.
+QUIET = ("lspci", "Peak FLOPS", "Peak flops", "[GC]", "Sleeping 2 seconds", "structured_logger")
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How the ranks ended: torchrun's exit code, and the signal that asked them to stop, if any."""
+
+    code: int
+    asked_by: signal.Signals | None
+
+
+def command(run: Run, job: Job, *, ranks: int, port: int, color: bool) -> list[str]:
+    """Return the torchrun command line. The user's TorchTitan options come last, so they win."""
+    line = [sys.executable, "-m", "torch.distributed.run"]
+    line += [f"--nproc-per-node={ranks}", "--max-restarts=0"]
+    line += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=run"]
+    line += ["--local-addr=127.0.0.1", f"--shutdown-timeout={SHUTDOWN_SECONDS}"]
+    line += [f"--log-dir={run.folder / 'logs'}", "--redirects=3"]
+    line += ["-m", "torchtitan.train", "--module=integration.job", f"--config={job.config}"]
+    line += [f"--dump_folder={run.folder}", f"--hf_assets_path={job.tokenizer}"]
+    line += [f"--dataloader.dataset_path={job.data}"]
+    if not color:
+        line.append("--metrics.disable_color_printing")
+    return [*line, *job.options]
+
+
+def environment(overlay: Path | None, *, ranks: int, vocab: int, tokenizer: str) -> dict[str, str]:
+    """Return the ranks' environment: the overlay first, no network, one address."""
+    behind = os.environ.get("PYTHONPATH")
+    path = [str(overlay)] if overlay else []
+    path += [str(REPO), *([behind] if behind else [])]
+    return {
+        # torchrun would give each of several ranks one thread.
+        "OMP_NUM_THREADS": str(max(1, cores() // ranks)),
+        "TOKENIZERS_PARALLELISM": "false",
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONUNBUFFERED": "1",
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(cache_dir() / "hf"),
+        VOCAB_VARIABLE: str(vocab),
+        TOKENIZER_VARIABLE: tokenizer,
+    }
+
+
+def launch(run: Run, line: Sequence[str], env: dict[str, str], *, every_line: bool) -> Ended:
+    """Run ``line`` to its end and show rank 0's log meanwhile.
+
+    Args:
+        every_line: show all that rank 0 prints, not TorchTitan's log alone.
+    """
+    logs = run.folder / "logs"
+    logs.mkdir(exist_ok=True)
+    started = time.time()
+    with open(logs / AGENT_LOG, "w") as agent_log:
+        torchrun = subprocess.Popen(
+            line, env=env, stdout=agent_log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    asked: list[signal.Signals] = []
+
+    def pass_on(signum: int, frame: FrameType | None) -> None:
+        asked.append(signal.Signals(signum))
+        if len(asked) == 1:
+            print("\nasked to stop: finishing the step and saving …", flush=True)
+            torchrun.send_signal(signal.SIGTERM)
+        else:
+            os.killpg(torchrun.pid, signal.SIGKILL)
+
+    before = {s: signal.signal(s, pass_on) for s in (signal.SIGINT, signal.SIGTERM)}
+    done = threading.Event()
+    follower = threading.Thread(target=_follow, args=(logs, started, done, every_line))
+    follower.start()
+    try:
+        code = torchrun.wait()
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+        done.set()
+        follower.join()
+    return Ended(code, asked[0] if asked else None)
+
+
+def _follow(logs: Path, started: float, done: threading.Event, every_line: bool) -> None:
+    """Print rank 0's lines as they come, until ``done`` and nothing is left."""
+    positions: dict[Path, int] = {}
+    while True:
+        last_look = done.is_set()
+        folder = rank_folder(logs, 0)
+        if folder is not None and folder.stat().st_mtime >= started - 1:
+            for name in ("stdout.log", "stderr.log") if every_line else ("stdout.log",):
+                _print_new(folder / name, positions, every_line)
+        if last_look:
+            return
+        done.wait(0.2)
+
+
+def _print_new(path: Path, positions: dict[Path, int], every_line: bool) -> None:
+    if not path.exists():
+        return
+    with open(path, errors="replace") as file:
+        file.seek(positions.get(path, 0))
+        while (line := file.readline()).endswith("\n"):
+            positions[path] = file.tell()
+            if every_line or (TITAN_LINE.match(line) and not any(word in line for word in QUIET)):
+                print(line, end="", flush=True)
+
+
+def explain(run: Run, ended: Ended) -> UserError | None:
+    """Return what to tell the user, or None where training came to its end.
+
+    Cut-off checkpoints are removed; the last good one is named with the command that goes on.
+    """
+    end = run.end()
+    if ended.asked_by is not None:
+        return _explain_stop(run, ended.asked_by, end)
+    if ended.code == 0 and end is not None:
+        return None
+    run.remove_incomplete()
+    agent_output = (run.folder / "logs" / AGENT_LOG).read_text(errors="replace")
+    failure = diagnose(run.folder / "logs", agent_output)
+    logs = f"; logs: {run.folder / 'logs'}"
+    return UserError(f"{failure.sentence}; {_go_on(run)}{logs}", exit_code=1)
+
+
+def _explain_stop(run: Run, asked_by: signal.Signals, end: dict | None) -> UserError:
+    code = 128 + asked_by
+    if end is None:
+        run.remove_incomplete()
+        return UserError(
+            f"stopped by {asked_by.name} before it could save; {_go_on(run)}", exit_code=code
+        )
+    return UserError(
+        f"stopped by {asked_by.name} after step {end['step']}; {_go_on(run)}", exit_code=code
+    )
+
+
+def _go_on(run: Run) -> str:
+    steps = run.checkpoints()
+    if not steps:
+        return "no checkpoint was written"
+    config = run.folder.parent.name
+    return (
+        f"the last good checkpoint is {run.checkpoint(steps[-1])}, "
+        f"go on with: integration train {config} --resume"
+    )

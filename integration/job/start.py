@@ -1,0 +1,98 @@
+"""From what the user asked to a finished run: overlay, data, folder, launch, table."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from integration.errors import UserError, nearest
+from integration.job import data as job_data
+from integration.job import launch, machine, summary
+from integration.job.layout import CONFIGS
+from integration.job.run import Job, Run
+from integration.patchset import overlay, repository
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One call of ``integration train``."""
+
+    config: str
+    resume: bool
+    data: Path | None
+    tokenizer: Path | None
+    ranks: int | None
+    port: int | None
+    without: tuple[str, ...]
+    options: tuple[str, ...]
+    debug: bool
+
+
+def train(request: Request) -> None:
+    """Train, and return once the run came to its end.
+
+    Raises:
+        UserError: what the user can mend, or how the run ended before its last step.
+    """
+    if request.config not in CONFIGS:
+        raise UserError(f"unknown config {request.config}{nearest(request.config, list(CONFIGS))}")
+    port = machine.free_port(request.port)
+    patched = overlay.build(_contributions(request.without))
+    gpus = machine.gpu_count()
+    if gpus:
+        machine.require_compiler()
+        if request.ranks and request.ranks > gpus:
+            raise UserError(f"--ranks {request.ranks} needs as many GPUs, and torch sees {gpus}")
+    ranks = request.ranks or gpus or 2
+
+    run, job = _resumed(request) if request.resume else _fresh(request)
+    vocab = job_data.tokenizer_size(Path(job.tokenizer))
+    job_data.Source.at(Path(job.data)).check()
+    run.write(Job(job.config, job.data, job.tokenizer, job.options, patched.names))
+    run.remove_incomplete()
+    run.forget_end()
+    done = run.checkpoints()
+
+    print(f"run: {run.folder} ({ranks} rank(s), {'GPU' if gpus else 'CPU'})", flush=True)
+    line = launch.command(run, job, ranks=ranks, port=port, color=sys.stdout.isatty())
+    env = launch.environment(patched.path, ranks=ranks, vocab=vocab, tokenizer=job.tokenizer)
+    ended = launch.launch(run, line, env, every_line=request.debug)
+    failure = launch.explain(run, ended)
+    if failure is None or run.end() is not None:
+        summary.show(
+            run,
+            first_step=(done[-1] if done else 0) + 1,
+            ranks=ranks,
+            contributions=patched.names,
+        )
+    if failure is not None:
+        raise failure
+
+
+def _contributions(without: tuple[str, ...]) -> list[str] | None:
+    if not without:
+        return None
+    known = [c.name for c in repository.load()]
+    for name in without:
+        if name not in known:
+            raise UserError(f"unknown contribution {name}{nearest(name, known)}")
+    return [name for name in known if name not in without]
+
+
+def _fresh(request: Request) -> tuple[Run, Job]:
+    tokenizer, data = request.tokenizer, request.data
+    if tokenizer is None or data is None:
+        default_tokenizer, default_data = job_data.default_folders()
+        tokenizer, data = tokenizer or default_tokenizer, data or default_data
+    # Looked at before a folder is made: a mistake leaves no empty run behind.
+    job_data.tokenizer_size(tokenizer)
+    job_data.Source.at(data).check()
+    job = Job(request.config, str(data.absolute()), str(tokenizer.absolute()), request.options, ())
+    return Run.new(request.config), job
+
+
+def _resumed(request: Request) -> tuple[Run, Job]:
+    run = Run.latest(request.config)
+    before = run.job()
+    data = str(request.data.absolute()) if request.data else before.data
+    tokenizer = str(request.tokenizer.absolute()) if request.tokenizer else before.tokenizer
+    return run, Job(before.config, data, tokenizer, before.options + request.options, ())

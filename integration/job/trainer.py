@@ -1,0 +1,91 @@
+"""TorchTitan's trainer, which also ends at a step boundary when the scheduler asks for it."""
+
+import json
+import os
+import resource
+import signal
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
+
+from integration.job.layout import END_FILE
+
+
+class JobTrainer(Trainer):
+    """Adds to ``Trainer``: an agreed stop with a checkpoint, and a record of how the run ended.
+
+    SIGTERM only sets a flag. Before each step all ranks reduce the flag over a gloo group of
+    their own, on the host: no device is synchronised, and a dead peer breaks the reduction at
+    once. So a checkpoint is written only where every rank is alive and at the same step. (When a
+    peer dies, torchrun sends SIGTERM to the survivors as well: their next reduction fails, and
+    they end without saving.)
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        self._stop_asked = False
+        self._stopped = False
+        signal.signal(signal.SIGTERM, self._ask_stop)
+        super().__init__(config)
+        # The dry-run modes of TorchTitan have one process and no peer to agree with.
+        self._control: dist.ProcessGroup | None = (
+            dist.new_group(
+                backend="gloo", timeout=timedelta(seconds=config.comm.init_timeout_seconds)
+            )
+            if config.comm.mode == "default"
+            else None
+        )
+
+    def _ask_stop(self, signum: int, frame: object) -> None:
+        self._stop_asked = True
+
+    def should_continue_training(self) -> bool:
+        if not super().should_continue_training():
+            return False
+        if not self._stop_agreed():
+            return True
+        self._stopped = True
+        self._save_where_stopped()
+        return False
+
+    def _stop_agreed(self) -> bool:
+        flag = torch.tensor(int(self._stop_asked), dtype=torch.int32)
+        if self._control is not None:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._control)
+        return bool(flag)
+
+    def _save_where_stopped(self) -> None:
+        checkpoint = self.config.checkpoint
+        saved = self.step % checkpoint.interval == 0 or (
+            self.step == 1 and checkpoint.enable_first_step_checkpoint
+        )
+        if checkpoint.enable and not saved:
+            # A run that is to go on needs all of its state, whatever the config keeps at the end.
+            self.checkpointer.last_save_model_only = False
+            self.checkpointer.save(self.step, last_step=True)
+        logger.info(f"Stopped by SIGTERM after step {self.step}.")
+
+    def train(self) -> None:
+        super().train()
+        self._record_end()
+
+    def _record_end(self) -> None:
+        """Write the last step, whether it was a stop, and each rank's peak host memory in bytes."""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
+        peaks = [peak] * dist.get_world_size()
+        if self._control is not None:
+            dist.all_gather_object(peaks, peak, group=self._control)
+        if dist.get_rank() == 0:
+            end = {"step": self.step, "stopped": self._stopped, "peak_host_bytes": peaks}
+            path = Path(self.config.dump_folder) / END_FILE
+            beside = path.with_suffix(".part")
+            beside.write_text(json.dumps(end) + "\n")
+            os.replace(beside, path)

@@ -1,0 +1,97 @@
+"""``integration test``: run the planned suites side by side, then one table and one line."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from integration.job.machine import cores
+from integration.patchset import overlay, repository
+from integration.paths import REPO
+from integration.proof.stages import Stage, Suite, plan
+from integration.proof.suite import merge_reports, run_pytest
+from integration.proof.verdict import Verdict, closing_line
+
+REPORTS = REPO / "reports"
+
+
+def run(names: Sequence[str], *, prove: bool, full: bool, project: bool) -> bool:
+    """Run and report; return whether all is as it must be."""
+    suites = plan(repository.load(), names, prove=prove, full=full, project=project)
+    console = Console(soft_wrap=True)
+    verdicts: list[Verdict] = []
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("tests", total=len(suites))
+        # A suite is mostly imports and waiting for ranks: two at once gain on two cores.
+        with ThreadPoolExecutor(max_workers=max(1, cores())) as pool:
+            futures = {pool.submit(_run_suite, suite): suite for suite in suites}
+            for future in as_completed(futures):
+                verdict = future.result()
+                verdicts.append(verdict)
+                progress.advance(task)
+                progress.console.print(_line(verdict))
+    order = {id(suite): place for place, suite in enumerate(suites)}
+    verdicts.sort(key=lambda v: order[id(v.suite)])
+    _report(console, verdicts)
+    return all(verdict.good for verdict in verdicts)
+
+
+def _run_suite(suite: Suite) -> Verdict:
+    patched = overlay.build(suite.contributions)
+    report, log = _files(suite)
+    # A pristine suite has made its point with the first failure.
+    extra = ["-x"] if suite.stage is Stage.PRISTINE else []
+    return Verdict(
+        suite, run_pytest(suite.tests, overlay=patched.path, report=report, log=log, extra=extra)
+    )
+
+
+def _files(suite: Suite) -> tuple[Path, Path]:
+    base = REPORTS / suite.file_name
+    base.parent.mkdir(parents=True, exist_ok=True)
+    return base.with_name(base.name + ".xml"), base.with_name(base.name + ".log")
+
+
+def _line(verdict: Verdict) -> str:
+    outcome = verdict.outcome
+    color = "green" if verdict.good else "red"
+    return (
+        f"[{color}]{verdict.suite.title}: {verdict.words}[/] "
+        f"({outcome.passed} passed, {outcome.failed} failed, {outcome.skipped} skipped)"
+    )
+
+
+def _report(console: Console, verdicts: list[Verdict]) -> None:
+    table = Table("tests of", "with", "passed", "failed", "skipped", "seconds", "verdict")
+    for verdict in verdicts:
+        outcome = verdict.outcome
+        table.add_row(
+            verdict.suite.name,
+            verdict.suite.stage.value,
+            str(outcome.passed),
+            str(outcome.failed),
+            str(outcome.skipped),
+            f"{outcome.seconds:.1f}",
+            verdict.words,
+            style=None if verdict.good else "red",
+        )
+    console.print(table)
+    for verdict in verdicts:
+        if not verdict.good:
+            console.print(f"[red]{verdict.suite.title}[/] log: {_files(verdict.suite)[1]}")
+            for failure in verdict.outcome.failures:
+                console.print(f"  {failure}", markup=False)
+    merge_reports(
+        [(v.suite.file_name, _files(v.suite)[0]) for v in verdicts], REPORTS / "junit.xml"
+    )
+    console.print(f"JUnit: {REPORTS / 'junit.xml'}")
+    print(closing_line(verdicts))

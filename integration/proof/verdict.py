@@ -1,0 +1,39 @@
+"""Turn outcomes into one verdict each, and the closing line."""
+
+from dataclasses import dataclass
+
+from integration.proof.stages import Stage, Suite
+from integration.proof.suite import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A suite's outcome against what its stage demands."""
+
+    suite: Suite
+    outcome: Outcome
+
+    @property
+    def good(self) -> bool:
+        """On the pristine pins at least one test must fail; everywhere else none may."""
+        if self.suite.stage is Stage.PRISTINE:
+            return self.outcome.ran and self.outcome.failed > 0
+        return self.outcome.green
+
+    @property
+    def words(self) -> str:
+        if self.suite.stage is not Stage.PRISTINE:
+            return "passes" if self.good else "FAILS"
+        return "fails, as it must" if self.good else "PASSES WITHOUT THE PATCH: proves nothing"
+
+
+def closing_line(verdicts: list[Verdict]) -> str:
+    """Return ``N passed, M failed`` over tests; a pristine suite counts as one test, its proof."""
+    passed = failed = 0
+    for verdict in verdicts:
+        if verdict.suite.stage is Stage.PRISTINE:
+            passed, failed = passed + verdict.good, failed + (not verdict.good)
+        else:
+            passed += verdict.outcome.passed
+            failed += verdict.outcome.failed
+    return f"{passed} passed, {failed} failed"
