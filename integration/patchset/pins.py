@@ -1,0 +1,134 @@
+"""The pinned upstreams: which versions, and the sha256 of every pristine file a patch touches."""
+
+import hashlib
+import importlib.metadata
+import sys
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from integration import paths
+from integration.errors import UserError, nearest
+
+_KEYS = ("package", "version", "repository", "tag", "commit")
+
+
+def sha256(data: bytes) -> str:
+    """Return the hexadecimal sha256 of ``data``."""
+    return hashlib.sha256(data).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """One upstream at one version.
+
+    ``package`` is both the distribution's name on PyPI and the folder it installs. ``files`` maps
+    a path below site-packages (``torch/nn/init.py``) to the pristine file's sha256.
+    """
+
+    upstream: str
+    package: str
+    version: str
+    repository: str
+    tag: str
+    commit: str
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key in _KEYS:
+            value = getattr(self, key)
+            if not isinstance(value, str) or not value:
+                raise ValueError(f"Pin.{key} must be a non-empty string, got {value!r}")
+        for path, digest in self.files.items():
+            if not path.startswith(f"{self.package}/"):
+                raise ValueError(f"Pin.files must lie below {self.package}/, got {path!r}")
+            if not isinstance(digest, str) or len(digest) != 64:
+                raise ValueError(f"Pin.files[{path!r}] must be a sha256, got {digest!r}")
+
+    def site(self) -> Path:
+        """Return the site-packages folder that holds the pinned version, or refuse.
+
+        The distribution's metadata is asked, not the import system: an overlay on ``PYTHONPATH``
+        has the package but not its metadata, so this finds the pristine files all the same.
+        """
+        command = f"{sys.executable} -m pip install {self.package}=={self.version}"
+        expected = f"expected {self.package} {self.version} (patches/pins.toml)"
+        try:
+            distribution = importlib.metadata.distribution(self.package)
+        except importlib.metadata.PackageNotFoundError:
+            raise UserError(
+                f"{expected}, found no {self.package} installed; its patches cannot be applied: "
+                f"run `{command}`"
+            ) from None
+        # A local version ("2.14.1+cpu") is the same source built otherwise; the hashes of the
+        # touched files decide whether the patches fit.
+        if distribution.version.split("+")[0] != self.version:
+            raise UserError(
+                f"{expected}, found {distribution.version} installed; its patches do not fit "
+                f"that version: run `{command}`"
+            )
+        site = Path(str(distribution.locate_file(""))).resolve()
+        if not (site / self.package).is_dir():
+            raise UserError(
+                f"{expected}, found its metadata in {site} but no folder {self.package} there (an "
+                f"editable install?); an overlay needs the published files: run `{command}`"
+            )
+        return site
+
+    def changed(self, site: Path) -> list[tuple[str, str, str]]:
+        """Return ``(path, expected, found)`` for each touched file that is not pristine."""
+        result = []
+        for path, expected in sorted(self.files.items()):
+            file = site / path
+            found = sha256(file.read_bytes()) if file.is_file() else "no such file"
+            if found != expected:
+                result.append((path, expected, found))
+        return result
+
+
+def load(root: Path | None = None) -> dict[str, Pin]:
+    """Read ``patches/pins.toml``: upstream name to pin, in the file's order (pytorch first)."""
+    path = pins_file(root)
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"expected the pinned versions in {path}, could not read them ({error}); nothing can "
+            f"be applied: restore it with `git checkout patches/pins.toml`"
+        ) from None
+    pins = {}
+    for upstream, table in document.items():
+        unknown = sorted(set(table) - {*_KEYS, "files"})
+        if unknown:
+            raise UserError(
+                f"expected the keys {', '.join((*_KEYS, 'files'))} under [{upstream}] of {path}, "
+                f"found {unknown[0]}{nearest(unknown[0], [*_KEYS, 'files'])}"
+            )
+        values = {key: table.get(key) for key in _KEYS}
+        try:
+            pins[upstream] = Pin(upstream=upstream, **values, files=dict(table.get("files", {})))
+        except ValueError as error:
+            raise UserError(f"{path}: [{upstream}]: {error}") from None
+    return pins
+
+
+def with_files(files: Mapping[str, Mapping[str, str]], root: Path | None = None) -> str:
+    """Return the text of pins.toml with ``files[upstream]`` as its hashes; comments stay."""
+    import tomlkit
+
+    document = tomlkit.parse(pins_file(root).read_text(encoding="utf-8"))
+    for upstream, hashes in files.items():
+        table = document[upstream]["files"]  # pyrefly: ignore[bad-index]
+        if dict(table) == dict(hashes):  # pyrefly: ignore[no-matching-overload]
+            continue
+        for path in list(table):  # pyrefly: ignore[bad-argument-type]
+            del table[path]  # pyrefly: ignore[unsupported-operation]
+        for path in sorted(hashes):
+            table[path] = hashes[path]  # pyrefly: ignore[unsupported-operation]
+    return tomlkit.dumps(document)
+
+
+def pins_file(root: Path | None = None) -> Path:
+    """Return where the pins of the repository at ``root`` (this one by default) are kept."""
+    return (root or paths.REPO) / "patches" / "pins.toml"

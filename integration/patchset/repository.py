@@ -1,0 +1,157 @@
+"""All contributions of the repository, in series order, and sets of them."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from integration import paths
+from integration.errors import UserError, nearest
+from integration.patchset import pins as pins_module
+from integration.patchset.finding import Finding
+from integration.patchset.patch import Contribution, MalformedPatchError, parse
+
+NAME_PATTERN = r"[a-z][a-z0-9_]*"
+
+
+def read_series(path: Path) -> list[tuple[int, str]]:
+    """Return ``(line number, name)`` for each name listed; ``#`` starts a comment."""
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    stripped = ((number, line.partition("#")[0].strip()) for number, line in enumerate(lines, 1))
+    return [(number, name) for number, name in stripped if name]
+
+
+def scan(root: Path | None = None) -> tuple[tuple[Contribution, ...], list[Finding]]:
+    """Read every patch that can be read, and say what is wrong with the others.
+
+    Series and files must name the same patches, once each; a name is unique across upstreams, as
+    that is what the command line and ``Requires:`` call a contribution by.
+    """
+    root = root or paths.REPO
+    contributions: list[Contribution] = []
+    findings: list[Finding] = []
+    seen: dict[str, str] = {}
+    for upstream in pins_module.load(root):
+        folder = root / "patches" / upstream
+        series = folder / "series"
+        shown = f"patches/{upstream}/series"
+        for line, name in read_series(series):
+            file = folder / f"{name}.patch"
+            if name in seen:
+                findings.append(
+                    Finding(
+                        patch=name,
+                        file=shown,
+                        line=line,
+                        expected="a name that is listed once",
+                        found=f"already listed in {seen[name]}",
+                        verdict="duplicate",
+                        next=f"remove the line, or rename one of the patches, in {shown}",
+                    )
+                )
+                continue
+            seen[name] = f"{shown}:{line}"
+            if not file.is_file():
+                findings.append(
+                    Finding(
+                        patch=name,
+                        file=shown,
+                        line=line,
+                        expected=f"a file patches/{upstream}/{name}.patch",
+                        found="no such file",
+                        verdict="missing",
+                        next=f"git checkout patches/{upstream}/{name}.patch, or remove the line",
+                    )
+                )
+                continue
+            try:
+                contributions.append(parse(name, upstream, file, file.read_bytes()))
+            except MalformedPatchError as error:
+                findings.append(
+                    Finding(
+                        patch=name,
+                        file=f"patches/{upstream}/{name}.patch",
+                        line=error.line,
+                        expected=error.expected,
+                        found=error.found,
+                        verdict="malformed",
+                        next="integration patches import, mend the commit, "
+                        "integration patches export",
+                    )
+                )
+        findings += [
+            Finding(
+                patch=file.stem,
+                file=f"patches/{upstream}/{file.name}",
+                line=None,
+                expected=f"its name in {shown}",
+                found="not listed",
+                verdict="unlisted",
+                next=f"add {file.stem} to {shown}, or delete the file",
+            )
+            for file in sorted(folder.glob("*.patch"))
+            if f"{shown}:" not in seen.get(file.stem, "")
+        ]
+    return tuple(contributions), findings
+
+
+def load(root: Path | None = None) -> tuple[Contribution, ...]:
+    """Return every contribution in series order, pytorch's first; refuse a broken repository."""
+    contributions, findings = scan(root)
+    if findings:
+        more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
+        raise UserError(
+            f"{findings[0].sentence()}{more}; no set can be built: run `integration patches check`"
+        )
+    return contributions
+
+
+def select(
+    contributions: Sequence[Contribution], names: Iterable[str] | None
+) -> tuple[Contribution, ...]:
+    """Return the contributions called ``names`` (all for None) with all that they require.
+
+    ``upstream/name`` is accepted for ``name``. The result is in series order.
+    """
+    if names is None:
+        return close(contributions, [contribution.name for contribution in contributions])
+    wanted = []
+    for asked in names:
+        upstream, _, name = asked.rpartition("/")
+        known = {contribution.name: contribution for contribution in contributions}
+        if name not in known or upstream not in ("", known[name].upstream):
+            full = [f"{c.upstream}/{c.name}" for c in contributions] if upstream else list(known)
+            raise UserError(
+                f"unknown contribution {asked}{nearest(asked, full)} "
+                f"(`integration patches list` shows all)"
+            )
+        wanted.append(name)
+    return close(contributions, wanted)
+
+
+def close(contributions: Sequence[Contribution], names: Iterable[str]) -> tuple[Contribution, ...]:
+    """Add everything that ``names`` require, across upstreams; refuse cycles and unknown names."""
+    known = {contribution.name: contribution for contribution in contributions}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        if name in trail:
+            cycle = " -> ".join((*trail[trail.index(name) :], name))
+            raise UserError(
+                f"expected Requires: without cycles, found {cycle}; no order can apply them: drop "
+                f"one of these lines and run `integration patches check`"
+            )
+        if name in done:
+            return
+        if name not in known:
+            raise UserError(
+                f"{trail[-1] if trail else 'the set'} requires {name}, which is not a contribution"
+                f"{nearest(name, list(known))}; it cannot be applied: mend its Requires: line"
+            )
+        for required in known[name].requires:
+            visit(required, (*trail, name))
+        done.add(name)
+
+    for name in names:
+        visit(name, ())
+    return tuple(contribution for contribution in contributions if contribution.name in done)
