@@ -121,7 +121,7 @@ class Source:
             raise UserError(f"the data in {self.path} cannot be read: {reason}") from error
         if first is None:
             raise UserError(f"the data in {self.path} is empty: no document in it")
-        if not isinstance(first.get("text"), str):
+        if not isinstance(first, dict) or not isinstance(first.get("text"), str):
             raise UserError(
                 f"the data in {self.path} needs a column `text` of strings; it has: "
                 f"{', '.join(first)}"

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import cast
 
 from datasets import Dataset, IterableDataset, load_dataset, load_from_disk
 from torchtitan.hf_datasets import DatasetConfig
@@ -19,7 +20,7 @@ def _load(path: str) -> Dataset | IterableDataset:
     """Open a folder as ``data.Source`` classifies it; text files are streamed, never copied."""
     source = Source.at(Path(path))
     if source.kind == "disk":
-        return load_from_disk(path)
+        return cast(Dataset, load_from_disk(path))
     return load_dataset(
         source.builder, data_files=source.names, split="train", streaming=True, **source.options
     )

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from types import FrameType
 
@@ -21,6 +22,7 @@ from integration.job.failure import diagnose, rank_folder
 from integration.job.layout import TOKENIZER_VARIABLE, VOCAB_VARIABLE
 from integration.job.machine import cores
 from integration.job.run import Job, Run
+from integration.patchset.overlay import Overlay
 from integration.paths import REPO, cache_dir
 
 # Seconds that ranks have, once asked to stop, for the step they are in and a checkpoint. Torchrun
@@ -30,6 +32,14 @@ AGENT_LOG = "torchrun.log"
 TITAN_LINE = re.compile(r"^\[titan\] ")
 # Said at every start, or of no use without a GPU.
 QUIET = ("lspci", "Peak FLOPS", "Peak flops", "[GC]", "Sleeping 2 seconds", "structured_logger")
+
+
+class Show(Enum):
+    """How much of rank 0's output reaches the terminal."""
+
+    NOTHING = 0
+    TITAN = 1  # TorchTitan's own log
+    EVERYTHING = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +65,15 @@ def command(run: Run, job: Job, *, ranks: int, port: int, color: bool) -> list[s
     return [*line, *job.options]
 
 
-def environment(overlay: Path | None, *, ranks: int, vocab: int, tokenizer: str) -> dict[str, str]:
+def environment(patched: Overlay, *, ranks: int, vocab: int, tokenizer: str) -> dict[str, str]:
     """Return the ranks' environment: the overlay first, no network, one address."""
-    behind = os.environ.get("PYTHONPATH")
-    path = [str(overlay)] if overlay else []
-    path += [str(REPO), *([behind] if behind else [])]
+    behind = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
     return {
         # torchrun would give each of several ranks one thread.
         "OMP_NUM_THREADS": str(max(1, cores() // ranks)),
         "TOKENIZERS_PARALLELISM": "false",
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONPATH": patched.pythonpath(behind),
         "PYTHONUNBUFFERED": "1",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         "HF_HUB_OFFLINE": "1",
@@ -76,12 +84,8 @@ def environment(overlay: Path | None, *, ranks: int, vocab: int, tokenizer: str)
     }
 
 
-def launch(run: Run, line: Sequence[str], env: dict[str, str], *, every_line: bool) -> Ended:
-    """Run ``line`` to its end and show rank 0's log meanwhile.
-
-    Args:
-        every_line: show all that rank 0 prints, not TorchTitan's log alone.
-    """
+def launch(run: Run, line: Sequence[str], env: dict[str, str], *, show: Show) -> Ended:
+    """Run ``line`` to its end, showing rank 0's output meanwhile; SIGINT and SIGTERM are passed on."""
     logs = run.folder / "logs"
     logs.mkdir(exist_ok=True)
     started = time.time()
@@ -101,7 +105,7 @@ def launch(run: Run, line: Sequence[str], env: dict[str, str], *, every_line: bo
 
     before = {s: signal.signal(s, pass_on) for s in (signal.SIGINT, signal.SIGTERM)}
     done = threading.Event()
-    follower = threading.Thread(target=_follow, args=(logs, started, done, every_line))
+    follower = threading.Thread(target=_follow, args=(logs, started, done, show))
     follower.start()
     try:
         code = torchrun.wait()
@@ -113,28 +117,34 @@ def launch(run: Run, line: Sequence[str], env: dict[str, str], *, every_line: bo
     return Ended(code, asked[0] if asked else None)
 
 
-def _follow(logs: Path, started: float, done: threading.Event, every_line: bool) -> None:
+def _follow(logs: Path, started: float, done: threading.Event, show: Show) -> None:
     """Print rank 0's lines as they come, until ``done`` and nothing is left."""
+    names = {
+        Show.NOTHING: (),
+        Show.TITAN: ("stdout.log",),
+        Show.EVERYTHING: ("stdout.log", "stderr.log"),
+    }
     positions: dict[Path, int] = {}
     while True:
         last_look = done.is_set()
         folder = rank_folder(logs, 0)
         if folder is not None and folder.stat().st_mtime >= started - 1:
-            for name in ("stdout.log", "stderr.log") if every_line else ("stdout.log",):
-                _print_new(folder / name, positions, every_line)
+            for name in names[show]:
+                _print_new(folder / name, positions, show)
         if last_look:
             return
         done.wait(0.2)
 
 
-def _print_new(path: Path, positions: dict[Path, int], every_line: bool) -> None:
+def _print_new(path: Path, positions: dict[Path, int], show: Show) -> None:
     if not path.exists():
         return
     with open(path, errors="replace") as file:
         file.seek(positions.get(path, 0))
         while (line := file.readline()).endswith("\n"):
             positions[path] = file.tell()
-            if every_line or (TITAN_LINE.match(line) and not any(word in line for word in QUIET)):
+            wanted = TITAN_LINE.match(line) and not any(word in line for word in QUIET)
+            if show is Show.EVERYTHING or wanted:
                 print(line, end="", flush=True)
 
 

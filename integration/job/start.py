@@ -54,8 +54,10 @@ def train(request: Request) -> None:
 
     print(f"run: {run.folder} ({ranks} rank(s), {'GPU' if gpus else 'CPU'})", flush=True)
     line = launch.command(run, job, ranks=ranks, port=port, color=sys.stdout.isatty())
-    env = launch.environment(patched.path, ranks=ranks, vocab=vocab, tokenizer=job.tokenizer)
-    ended = launch.launch(run, line, env, every_line=request.debug)
+    env = launch.environment(patched, ranks=ranks, vocab=vocab, tokenizer=job.tokenizer)
+    ended = launch.launch(
+        run, line, env, show=launch.Show.EVERYTHING if request.debug else launch.Show.TITAN
+    )
     failure = launch.explain(run, ended)
     if failure is None or run.end() is not None:
         summary.show(

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import cast
 
 from rich.console import Console
 from rich.table import Table
@@ -26,7 +27,7 @@ def scalars(folder: Path, tag: str) -> dict[int, float]:
     for file in sorted(folder.rglob("events.out.tfevents.*")):
         events = EventAccumulator(str(file), size_guidance={"scalars": 0})
         events.Reload()
-        if tag not in events.Tags()["scalars"]:
+        if tag not in cast(list[str], events.Tags()["scalars"]):
             continue
         for event in events.Scalars(tag):
             known = values.get(event.step)

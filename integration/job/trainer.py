@@ -7,9 +7,11 @@ import signal
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
+from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
@@ -35,14 +37,11 @@ class JobTrainer(Trainer):
         self._stopped = False
         signal.signal(signal.SIGTERM, self._ask_stop)
         super().__init__(config)
-        # The dry-run modes of TorchTitan have one process and no peer to agree with.
-        self._control: dist.ProcessGroup | None = (
-            dist.new_group(
-                backend="gloo", timeout=timedelta(seconds=config.comm.init_timeout_seconds)
-            )
-            if config.comm.mode == "default"
-            else None
-        )
+        # The dry-run modes of TorchTitan have one process and no peer to agree with: no group.
+        self._control: dist.ProcessGroup | None = None
+        if config.comm.mode == "default":
+            timeout = timedelta(seconds=config.comm.init_timeout_seconds)
+            self._control = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
 
     def _ask_stop(self, signum: int, frame: object) -> None:
         self._stop_asked = True
@@ -69,8 +68,9 @@ class JobTrainer(Trainer):
         )
         if checkpoint.enable and not saved:
             # A run that is to go on needs all of its state, whatever the config keeps at the end.
-            self.checkpointer.last_save_model_only = False
-            self.checkpointer.save(self.step, last_step=True)
+            manager = cast(CheckpointManager, self.checkpointer)
+            manager.last_save_model_only = False
+            manager.save(self.step, last_step=True)
         logger.info(f"Stopped by SIGTERM after step {self.step}.")
 
     def train(self) -> None:

@@ -10,7 +10,10 @@ from rich.table import Table
 
 from integration.job.machine import cores
 from integration.patchset import overlay, repository
+from integration.patchset.patch import Contribution
 from integration.paths import REPO
+from integration.proof import parity
+from integration.proof.parity import Parity
 from integration.proof.stages import Stage, Suite, plan
 from integration.proof.suite import merge_reports, run_pytest
 from integration.proof.verdict import Verdict, closing_line
@@ -41,8 +44,13 @@ def run(names: Sequence[str], *, prove: bool, full: bool, project: bool) -> bool
                 progress.console.print(_line(verdict))
     order = {id(suite): place for place, suite in enumerate(suites)}
     verdicts.sort(key=lambda v: order[id(v.suite)])
-    _report(console, verdicts)
-    return all(verdict.good for verdict in verdicts)
+    parities = parity.compare(_chosen(names), REPORTS / "parity") if prove else []
+    _report(console, verdicts, parities)
+    return all(v.good for v in verdicts) and all(p.equal is not False for p in parities)
+
+
+def _chosen(names: Sequence[str]) -> list[Contribution]:
+    return [c for c in repository.load() if not names or c.name in names]
 
 
 def _run_suite(suite: Suite) -> Verdict:
@@ -51,7 +59,7 @@ def _run_suite(suite: Suite) -> Verdict:
     # A pristine suite has made its point with the first failure.
     extra = ["-x"] if suite.stage is Stage.PRISTINE else []
     return Verdict(
-        suite, run_pytest(suite.tests, overlay=patched.path, report=report, log=log, extra=extra)
+        suite, run_pytest(suite.tests, patched=patched, report=report, log=log, extra=extra)
     )
 
 
@@ -70,7 +78,7 @@ def _line(verdict: Verdict) -> str:
     )
 
 
-def _report(console: Console, verdicts: list[Verdict]) -> None:
+def _report(console: Console, verdicts: list[Verdict], parities: list[Parity]) -> None:
     table = Table("tests of", "with", "passed", "failed", "skipped", "seconds", "verdict")
     for verdict in verdicts:
         outcome = verdict.outcome
@@ -84,6 +92,9 @@ def _report(console: Console, verdicts: list[Verdict]) -> None:
             verdict.words,
             style=None if verdict.good else "red",
         )
+    for result in parities:
+        mark = {True: "passes", False: "FAILS", None: "not compared"}[result.equal]
+        table.add_row(result.name, "parity", "", "", "", "", f"{mark}: {result.words}")
     console.print(table)
     for verdict in verdicts:
         if not verdict.good:
@@ -94,4 +105,4 @@ def _report(console: Console, verdicts: list[Verdict]) -> None:
         [(v.suite.file_name, _files(v.suite)[0]) for v in verdicts], REPORTS / "junit.xml"
     )
     console.print(f"JUnit: {REPORTS / 'junit.xml'}")
-    print(closing_line(verdicts))
+    print(closing_line(verdicts, parities))

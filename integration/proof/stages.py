@@ -72,10 +72,11 @@ def plan(
 
 
 def _suite(contribution: "Contribution", stage: Stage) -> Suite:
-    folder = REPO / f"{contribution.upstream}_contrib" / contribution.name
-    tests = tuple(sorted(folder.glob("test_*.py")))
+    tests = tuple(sorted(contribution.folder.glob("test_*.py")))
     if not tests:
-        raise UserError(f"{contribution.name} has no test: {folder} holds no test_*.py")
+        raise UserError(
+            f"{contribution.name} has no test: {contribution.folder} holds no test_*.py"
+        )
     which: dict[Stage, tuple[str, ...] | None] = {
         Stage.PRISTINE: (),
         Stage.ALONE: (contribution.name,),

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from integration.patchset.overlay import Overlay
 from integration.paths import REPO
 
 # Longest time for one contribution's tests in one stage, in seconds.
@@ -36,19 +37,19 @@ class Outcome:
 def run_pytest(
     paths: Sequence[Path],
     *,
-    overlay: Path | None,
+    patched: Overlay,
     report: Path,
     log: Path,
     extra: Sequence[str] = (),
 ) -> Outcome:
-    """Run pytest over ``paths`` with ``overlay`` first on ``PYTHONPATH`` (None: pristine).
+    """Run pytest over ``paths`` with the overlay ``patched`` first on ``PYTHONPATH``.
 
     Output goes to ``log``, JUnit XML to ``report``. Nothing compiles, downloads or listens on
     another address than 127.0.0.1.
     """
     env = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([*([str(overlay)] if overlay else []), str(REPO)]),
+        "PYTHONPATH": patched.pythonpath(str(REPO)),
         "OMP_NUM_THREADS": "1",  # several suites and ranks share the cores
         "GLOO_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",

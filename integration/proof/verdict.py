@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from integration.proof.parity import Parity
 from integration.proof.stages import Stage, Suite
 from integration.proof.suite import Outcome
 
@@ -27,9 +28,10 @@ class Verdict:
         return "fails, as it must" if self.good else "PASSES WITHOUT THE PATCH: proves nothing"
 
 
-def closing_line(verdicts: list[Verdict]) -> str:
-    """Return ``N passed, M failed`` over tests; a pristine suite counts as one test, its proof."""
-    passed = failed = 0
+def closing_line(verdicts: list[Verdict], parities: list[Parity]) -> str:
+    """Return ``N passed, M failed``; a pristine suite and a parity count as one test each."""
+    passed = sum(parity.equal is True for parity in parities)
+    failed = sum(parity.equal is False for parity in parities)
     for verdict in verdicts:
         if verdict.suite.stage is Stage.PRISTINE:
             passed, failed = passed + verdict.good, failed + (not verdict.good)

@@ -1,0 +1,109 @@
+"""Bitwise parity: a contribution that should not change numbers must not change one bit.
+
+The same seeded training, with the contribution and without it: every step's loss and gradient
+norm, at full precision, must be equal. On a CPU, where pristine TorchTitan cannot train, *without*
+means the pins and ``cpu_device``; that one is compared where pristine trains, on a GPU.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from integration.job import data, launch, machine, summary
+from integration.job.run import Job, Run
+from integration.patchset import overlay
+from integration.patchset.patch import Contribution
+
+STEPS = 10
+CPU_BASE = "cpu_device"
+# Long enough for every path of the model, short enough for two cores.
+OPTIONS = (
+    *("--training.steps", str(STEPS)),
+    *("--debug.seed", "42", "--debug.deterministic"),
+    "--checkpoint.no-enable",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Loss and gradient norm of every step, as float32 values in Python floats."""
+
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """What the comparison of one contribution gave."""
+
+    name: str
+    equal: bool | None  # None: not compared
+    words: str
+
+
+def compare(contributions: Sequence[Contribution], folder: Path) -> list[Parity]:
+    """Train once for the baseline and once for each contribution whose header says ``bitwise``.
+
+    Args:
+        folder: where the runs' logs and TensorBoard files go.
+    """
+    gpus = machine.gpu_count()
+    base = () if gpus else (CPU_BASE,)
+    baseline: Curve | None = None
+    results = []
+    for contribution in contributions:
+        if contribution.values("Numerics") != ("bitwise",):
+            results.append(Parity(contribution.name, None, "changes numbers, as its header says"))
+            continue
+        if contribution.name in base:
+            results.append(
+                Parity(contribution.name, None, "needs a GPU: pristine trains nowhere else")
+            )
+            continue
+        if baseline is None:
+            baseline = curve(base, folder / "baseline", ranks=gpus or 2)
+        got = curve((*base, contribution.name), folder / contribution.name, ranks=gpus or 2)
+        results.append(_judge(contribution.name, baseline, got))
+    return results
+
+
+def curve(names: Sequence[str], folder: Path, *, ranks: int) -> Curve:
+    """Train ``mini`` for ten seeded steps under the overlay of ``names``; return its curve.
+
+    Raises:
+        UserError: the training failed.
+    """
+    patched = overlay.build(names)
+    tokenizer, dataset = data.default_folders()
+    job = Job("mini", str(dataset), str(tokenizer), OPTIONS, patched.names)
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder, prefix="run-") as run_folder:
+        run = Run(Path(run_folder))
+        line = launch.command(run, job, ranks=ranks, port=machine.free_port(None), color=False)
+        env = launch.environment(
+            patched, ranks=ranks, vocab=data.tokenizer_size(tokenizer), tokenizer=job.tokenizer
+        )
+        ended = launch.launch(run, line, env, show=launch.Show.NOTHING)
+        if failure := launch.explain(run, ended):
+            raise failure
+        tb = run.folder / "tb"
+        return Curve(
+            tuple(summary.scalars(tb, summary.LOSS).values()),
+            tuple(summary.scalars(tb, summary.GRAD_NORM).values()),
+        )
+
+
+def _judge(name: str, baseline: Curve, got: Curve) -> Parity:
+    for what, expected, found in (
+        ("loss", baseline.losses, got.losses),
+        ("gradient norm", baseline.grad_norms, got.grad_norms),
+    ):
+        if len(expected) != STEPS or len(found) != STEPS:
+            return Parity(name, False, f"{len(found)} of {STEPS} steps were logged")
+        for step, (left, right) in enumerate(zip(expected, found, strict=True), start=1):
+            if left != right:
+                return Parity(
+                    name, False, f"{what} of step {step}: expected {left!r}, got {right!r}"
+                )
+    return Parity(name, True, f"bitwise equal over {STEPS} steps")
