@@ -85,7 +85,7 @@ def environment(patched: Overlay, *, ranks: int, vocab: int, tokenizer: str) -> 
 
 
 def launch(run: Run, line: Sequence[str], env: dict[str, str], *, show: Show) -> Ended:
-    """Run ``line`` to its end, showing rank 0's output meanwhile; SIGINT and SIGTERM are passed on."""
+    """Run ``line`` to its end, showing rank 0's output meanwhile; pass signals on."""
     logs = run.folder / "logs"
     logs.mkdir(exist_ok=True)
     started = time.time()

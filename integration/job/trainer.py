@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import signal
 from dataclasses import dataclass
 from datetime import timedelta
@@ -79,7 +78,7 @@ class JobTrainer(Trainer):
 
     def _record_end(self) -> None:
         """Write the last step, whether it was a stop, and each rank's peak host memory in bytes."""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
+        peak = _peak_resident_set()
         peaks = [peak] * dist.get_world_size()
         if self._control is not None:
             dist.all_gather_object(peaks, peak, group=self._control)
@@ -89,3 +88,13 @@ class JobTrainer(Trainer):
             beside = path.with_suffix(".part")
             beside.write_text(json.dumps(end) + "\n")
             os.replace(beside, path)
+
+
+def _peak_resident_set() -> int:
+    """Return this process's peak resident set in bytes.
+
+    Not ``getrusage``, whose peak survives ``exec``: a rank would report its launcher's.
+    """
+    status = Path("/proc/self/status").read_text()
+    kib = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
+    return int(kib) * 1024
