@@ -42,6 +42,8 @@ def show(run: Run, *, first_step: int, ranks: int, contributions: Sequence[str])
     losses = {s: v for s, v in scalars(tb, LOSS).items() if s >= first_step}
     end = run.end()
     table = Table(show_header=False, title=str(run.folder), title_justify="left")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")  # paths stay whole, to be copied
     if losses:
         steps = list(losses)
         # The first step includes start-up work, so rates are medians of the later ones.

@@ -1,0 +1,69 @@
+"""The command line itself: quick to answer, and helpful about typing mistakes."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from integration.paths import REPO
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess:
+    line = [sys.executable, "-m", "integration", *arguments]
+    return subprocess.run(line, cwd=REPO, capture_output=True, text=True)
+
+
+def test_help_answers_at_once_and_without_torch():
+    code = (
+        "import sys; sys.argv = ['integration', '--help']\n"
+        "from integration.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: print('torch' in sys.modules)"
+    )
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        answer = subprocess.run(
+            [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True
+        )
+        times.append(time.perf_counter() - start)
+        assert answer.stdout.strip().endswith("False"), answer.stderr
+    assert min(times) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("trian",), "train"),
+        (("patches", "chekc"), "check"),
+        (("train", "mimi"), "did you mean mini?"),
+        (("train", "--without", "cpu_devise"), "did you mean cpu_device?"),
+        (("test", "cpu_devise"), "did you mean cpu_device?"),
+        (("train", "--data", "/nowhere"), "/nowhere does not exist"),
+        (("train", "--port", "70000"), "--port"),
+        (("train", "--ranks", "0"), "--ranks"),
+    ],
+)
+def test_a_mistake_is_answered_in_words_and_with_an_exit_code(arguments, hint):
+    answer = _run(*arguments)
+    assert answer.returncode != 0
+    assert hint in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+def test_debug_shows_the_trace():
+    answer = _run("train", "mimi", "--debug")
+    assert "Traceback" in answer.stderr
+
+
+def test_titan_options_are_kept_apart(monkeypatch):
+    from integration import cli
+
+    seen = {}
+    monkeypatch.setattr("integration.job.start.train", lambda request: seen.update(request=request))
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--resume", "--", "--training.steps", "5"])
+    assert seen["request"].config == "mini"
+    assert seen["request"].resume
+    assert seen["request"].options == ("--training.steps", "5")

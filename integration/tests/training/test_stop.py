@@ -1,0 +1,80 @@
+"""Signals, dying ranks and full disks: the run ends in one clear line, and nothing is lost."""
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from integration.tests.training.conftest import losses
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def _last_line(training) -> str:
+    return training.output.strip().splitlines()[-1]
+
+
+def test_a_stop_saves_and_goes_on_bitwise(uninterrupted, trainer):
+    """SIGTERM as a scheduler sends it, then Ctrl-C's SIGINT in the resumed run."""
+    first = trainer.start()
+    first.wait_for_step(3)
+    first.process.send_signal(signal.SIGTERM)
+    assert first.wait() == 128 + signal.SIGTERM, first.output
+    (stopped_at,) = first.run.checkpoints()
+    assert 3 <= stopped_at < 30
+    assert _last_line(first).startswith(f"error: stopped by SIGTERM after step {stopped_at}; ")
+    assert _last_line(first).endswith("go on with: integration train mini --resume")
+
+    second = trainer.start("--resume")
+    second.wait_for_step(stopped_at + 2)
+    second.process.send_signal(signal.SIGINT)
+    assert second.wait() == 128 + signal.SIGINT, second.output
+    assert "stopped by SIGINT after step" in _last_line(second)
+    expected = losses(uninterrupted)
+    assert losses(second) == {step: expected[step] for step in losses(second)}
+    assert max(losses(second)) > stopped_at + 1
+    assert "Traceback" not in first.output + second.output
+
+
+def test_a_dead_rank_ends_the_others_without_a_checkpoint(trainer):
+    """Survivors get torchrun's SIGTERM as well: they must not take it for a scheduler's stop."""
+    training = trainer.start()
+    training.wait_for_step(2)
+    survivor, victim = training.rank_pids()
+    os.kill(victim, signal.SIGKILL)
+    killed = time.monotonic()
+    assert training.wait(60) == 1, training.output
+    assert time.monotonic() - killed < 60
+    assert "rank 1 was killed by signal 9" in _last_line(training)
+    assert "no checkpoint was written" in _last_line(training)
+    assert training.run.checkpoints() == []
+    assert not os.path.exists(f"/proc/{survivor}")
+    assert "Traceback" not in training.output
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own that holds one checkpoint of mini (115 MiB) and not two."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=180m", "tmpfs", str(folder)], capture_output=True
+    )
+    if mount.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {mount.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_keeps_the_last_good_checkpoint(trainer, small_disk):
+    trainer.outputs = small_disk / "outputs"
+    options = ("--", "--training.steps", "9", "--checkpoint.interval", "3")
+    training = trainer.train(*options, expected=1)
+    assert "the disk is full; the last good checkpoint is " in _last_line(training)
+    assert training.run.checkpoints() == [3]
+    # The half-written one is gone: it could not be loaded, and it took the room.
+    assert [f.name for f in (training.run.folder / "checkpoint").iterdir()] == ["step-3"]
+    resumed = trainer.train("--resume", "--", "--training.steps", "4", "--checkpoint.load_only")
+    assert "Training starts at step 4" in resumed.output
