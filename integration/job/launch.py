@@ -6,6 +6,7 @@ asks the ranks to stop once, as a scheduler would, and they save. A second Ctrl-
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from integration.paths import REPO, cache_dir
 # kills them after that. Below a minute, so that survivors of a dead peer do not linger.
 SHUTDOWN_SECONDS = 45
 AGENT_LOG = "torchrun.log"
+FULL_DISK_BYTES = 2**20
 TITAN_LINE = re.compile(r"^\[titan\] ")
 # Said at every start, or of no use without a GPU.
 QUIET = ("lspci", "Peak FLOPS", "Peak flops", "[GC]", "Sleeping 2 seconds", "structured_logger")
@@ -158,11 +160,12 @@ def explain(run: Run, ended: Ended) -> UserError | None:
         return _explain_stop(run, ended.asked_by, end)
     if ended.code == 0 and end is not None:
         return None
+    # Looked at before room is made. The logs may be on the full disk too, and say nothing.
+    full = shutil.disk_usage(run.folder).free < FULL_DISK_BYTES
     run.remove_incomplete()
     agent_output = (run.folder / "logs" / AGENT_LOG).read_text(errors="replace")
-    failure = diagnose(run.folder / "logs", agent_output)
-    logs = f"; logs: {run.folder / 'logs'}"
-    return UserError(f"{failure.sentence}; {_go_on(run)}{logs}", exit_code=1)
+    why = "the disk is full" if full else diagnose(run.folder / "logs", agent_output).sentence
+    return UserError(f"{why}; {_go_on(run)}; logs: {run.folder / 'logs'}", exit_code=1)
 
 
 def _explain_stop(run: Run, asked_by: signal.Signals, end: dict | None) -> UserError:
