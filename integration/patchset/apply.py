@@ -192,8 +192,8 @@ def _refuse_changed(state: _State, pins: dict[str, Pin], todo: Sequence[Contribu
 def _refuse_dirty(checkout: Path, todo: Sequence[Contribution]) -> None:
     if git.attempt(["rev-parse", "--verify", "--quiet", "HEAD"], checkout).code:
         raise UserError(
-            f"expected the root of a git checkout with a commit at {checkout}, found none; --commits "
-            f"and --3way need one: run `git -C {checkout} init` and commit, or leave them out"
+            f"expected the root of a git checkout with a commit at {checkout}, found none; "
+            f"--commits and --3way need one: leave them out, or commit there first"
         )
     paths = sorted(scratch.touched(todo))
     arguments = ["status", "--porcelain", "--untracked-files=all", "--", *paths]

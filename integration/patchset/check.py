@@ -11,7 +11,7 @@ from integration.patchset import exchange, readme, repository, scratch
 from integration.patchset import pins as pins_module
 from integration.patchset.finding import Finding
 from integration.patchset.lint import lint
-from integration.patchset.patch import Contribution
+from integration.patchset.patch import Contribution, pristine_paths
 from integration.patchset.pins import Pin, sha256
 
 
@@ -77,9 +77,8 @@ def _not_installed(pin: Pin, error: UserError) -> Finding:
 
 def _hashes(pin: Pin, site: Path, contributions: Sequence[Contribution]) -> list[Finding]:
     findings = []
-    touching = {
-        path: c.name for c in reversed(contributions) for path in _pristine_paths(c, contributions)
-    }
+    wanted = pristine_paths(contributions)
+    touching = {path: c.name for c in reversed(contributions) for path in c.old_paths & wanted}
 
     def report(path: str, expected: str, found: str, verdict: str, next: str) -> None:
         patch = touching.get(path, "(none)")
@@ -91,7 +90,7 @@ def _hashes(pin: Pin, site: Path, contributions: Sequence[Contribution]) -> list
             f"sha256 {expected}",
             found,
             "pristine file changed",
-            f"pip install --force-reinstall --no-deps {pin.package}=={pin.version}",
+            pins_module.reinstall(pin),
         )
     for path in sorted(set(touching) - set(pin.files)):
         file = site / path
@@ -111,23 +110,6 @@ def _hashes(pin: Pin, site: Path, contributions: Sequence[Contribution]) -> list
             f"remove its line under [{pin.upstream}.files] of patches/pins.toml",
         )
     return findings
-
-
-def _pristine_paths(
-    contribution: Contribution, contributions: Sequence[Contribution]
-) -> frozenset[str]:
-    """Return the paths that ``contribution`` wants of the pin itself, not of another patch."""
-    return contribution.old_paths - created(contributions)
-
-
-def created(contributions: Sequence[Contribution]) -> set[str]:
-    """Return the paths that some patch makes and none finds on the pin."""
-    made: set[str] = set()
-    found: set[str] = set()
-    for contribution in contributions:
-        found |= contribution.old_paths - made
-        made |= contribution.paths - contribution.old_paths
-    return made - found
 
 
 def _applies(

@@ -234,8 +234,8 @@ def _needs_another(
     sharing = [c.name for c in earlier if c.name not in commit.requires and files(c) & mine]
     first = complaint.splitlines()[0] if complaint else "a conflict"
     return UserError(
-        f"expected {commit.name} to apply on the pin and what it requires, found: {first}; it would "
-        f"not stand alone: add what it needs ({', '.join(sharing) or 'see git log'}) to its "
+        f"expected {commit.name} to apply on the pin and what it requires, found: {first}; it "
+        f"would not stand alone: add what it needs ({', '.join(sharing) or 'see git log'}) to its "
         f"Requires: line, or move the lines apart, with `git rebase -i {BASE}`"
     )
 

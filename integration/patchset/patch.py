@@ -3,6 +3,7 @@
 import email.header
 import email.parser
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -146,6 +147,19 @@ def parse(name: str, upstream: str, path: Path, data: bytes) -> Contribution:
         trailers=trailers,
         files=files,
     )
+
+
+def pristine_paths(contributions: Sequence[Contribution]) -> set[str]:
+    """Return the paths that ``contributions``, in series order, want of the pin itself.
+
+    A file that one patch creates and a later one changes is not among them.
+    """
+    made: set[str] = set()
+    wanted: set[str] = set()
+    for contribution in contributions:
+        wanted |= contribution.old_paths - made
+        made |= contribution.paths - contribution.old_paths
+    return wanted
 
 
 def strip_prefix(path: str) -> str:

@@ -1,7 +1,7 @@
 """Apply patches to a few files in a temporary folder, and say why one does not fit."""
 
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def write(folder: Path, files: Files) -> None:
 
 
 @contextmanager
-def folder_with(files: Files) -> Iterator[Path]:
+def folder_with(files: Files) -> Generator[Path, None, None]:
     """Yield a temporary folder that holds ``files``."""
     with tempfile.TemporaryDirectory(prefix="integration-") as name:
         write(Path(name), files)
