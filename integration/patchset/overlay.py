@@ -18,7 +18,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from integration import paths
 from integration.errors import UserError
 from integration.patchset import git, repository
 from integration.patchset import pins as pins_module
-from integration.patchset.patch import Contribution
+from integration.patchset.patch import Contribution, pristine_paths
 from integration.patchset.pins import Pin, sha256
 
 LAYOUT = 1  # raise when the layout changes, so that older overlays are not taken for new ones
@@ -75,7 +75,8 @@ def build(names: Sequence[str] | None = None) -> Overlay:
     chosen = repository.select(repository.load(), names)
     pins = pins_module.load()
     sites = {upstream: pin.site() for upstream, pin in pins.items()}
-    _refuse_changed(pins, sites, chosen)
+    for upstream, pin in pins.items():
+        _refuse_unknown(pin, sites[upstream], chosen)
     manifest = _manifest(pins, sites, chosen)
     text = json.dumps(manifest, indent=2, sort_keys=True)
     fingerprint = sha256(text.encode())[:16]
@@ -105,6 +106,7 @@ def build(names: Sequence[str] | None = None) -> Overlay:
 def _manifest(
     pins: Mapping[str, Pin], sites: Mapping[str, Path], chosen: Sequence[Contribution]
 ) -> dict[str, object]:
+    touched = pristine_paths(chosen)
     return {
         "layout": LAYOUT,
         "contributions": {c.name: c.sha256 for c in chosen},
@@ -116,41 +118,24 @@ def _manifest(
                 "commit": pin.commit,
                 "site": str(sites[upstream]),
                 # Only what this set touches: another patch's new file must not rename it.
-                "files": {path: pin.files[path] for path in _touched(pin, chosen)},
+                "files": {p: h for p, h in sorted(pin.files.items()) if p in touched},
             }
             for upstream, pin in pins.items()
         },
     }
 
 
-def _touched(pin: Pin, chosen: Sequence[Contribution]) -> list[str]:
-    paths_of_pin = (c.old_paths for c in chosen if c.upstream == pin.upstream)
-    return sorted(set().union(*paths_of_pin) & set(pin.files))
-
-
-def _refuse_changed(
-    pins: Mapping[str, Pin], sites: Mapping[str, Path], chosen: Sequence[Contribution]
-) -> None:
-    for upstream, pin in pins.items():
-        mine = [c for c in chosen if c.upstream == upstream]
-        created = set().union(*(c.paths - c.old_paths for c in mine))
-        unpinned = sorted(set().union(*(c.old_paths for c in mine)) - created - set(pin.files))
-        if unpinned:
-            raise UserError(
-                f"expected the sha256 of {unpinned[0]} in patches/pins.toml, as a patch touches "
-                f"it, found none; nothing would notice a changed file: run `integration patches "
-                f"check`, which prints the line to add"
-            )
-        touched = set(_touched(pin, chosen))
-        changed = [item for item in pin.changed(sites[upstream]) if item[0] in touched]
-        if changed:
-            path, expected, found = changed[0]
-            more = f" and {len(changed) - 1} more files" if len(changed) > 1 else ""
-            raise UserError(
-                f"expected the pristine {path} of {pin.package} {pin.version} (sha256 "
-                f"{expected[:12]}), found {found[:12]}{more}; patches would be applied to unknown "
-                f"code: run `pip install --force-reinstall --no-deps {pin.package}=={pin.version}`"
-            )
+def _refuse_unknown(pin: Pin, site: Path, chosen: Sequence[Contribution]) -> None:
+    """Refuse a touched file whose hash is not pinned, or is not the pinned one."""
+    wanted = pristine_paths([c for c in chosen if c.upstream == pin.upstream])
+    unpinned = sorted(wanted - set(pin.files))
+    if unpinned:
+        raise UserError(
+            f"expected the sha256 of {unpinned[0]} in patches/pins.toml, as a patch touches it, "
+            f"found none; nothing would notice a changed file: run `integration patches check`, "
+            f"which prints the line to add"
+        )
+    pins_module.refuse_changed(pin, site, wanted)
 
 
 def _fill(
@@ -213,7 +198,7 @@ def _refuse_edited(final: Path) -> None:
 
 
 @contextlib.contextmanager
-def _building(parent: Path, fingerprint: str) -> Iterator[Path]:
+def _building(parent: Path, fingerprint: str) -> Generator[Path, None, None]:
     """Yield a new folder beside the final one; whatever of it is still there at the end goes.
 
     The folder is locked while it is filled. The kernel drops the lock when a builder dies, so

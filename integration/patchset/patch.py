@@ -3,6 +3,7 @@
 import email.header
 import email.parser
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -83,13 +84,15 @@ class Contribution:
     def old_paths(self) -> frozenset[str]:
         """Paths that must exist on the pin: changed, removed, or moved away from."""
         return frozenset(
-            _strip(file.source_file) for file in self.files if file.source_file != "/dev/null"
+            strip_prefix(file.source_file) for file in self.files if file.source_file != "/dev/null"
         )
 
     @cached_property
     def paths(self) -> frozenset[str]:
         """Every path that the patch reads or writes, new files included."""
-        new = {_strip(file.target_file) for file in self.files if file.target_file != "/dev/null"}
+        new = {
+            strip_prefix(file.target_file) for file in self.files if file.target_file != "/dev/null"
+        }
         return self.old_paths | new
 
     @property
@@ -129,7 +132,7 @@ def parse(name: str, upstream: str, path: Path, data: bytes) -> Contribution:
         raise MalformedPatchError(binary + 1, "changes of text files only", "a binary patch")
 
     subject, message, first = _message("\n".join(lines[1:diff]))
-    body, trailers = _split_trailers(message, first + 1)
+    body, trailers = split_trailers(message, first + 1)
     try:
         files = tuple(PatchSet("\n".join(lines[diff:])))
     except UnidiffParseError as error:
@@ -146,8 +149,21 @@ def parse(name: str, upstream: str, path: Path, data: bytes) -> Contribution:
     )
 
 
-def _strip(path: str) -> str:
-    """``a/torch/x.py`` -> ``torch/x.py``."""
+def pristine_paths(contributions: Sequence[Contribution]) -> set[str]:
+    """Return the paths that ``contributions``, in series order, want of the pin itself.
+
+    A file that one patch creates and a later one changes is not among them.
+    """
+    made: set[str] = set()
+    wanted: set[str] = set()
+    for contribution in contributions:
+        wanted |= contribution.old_paths - made
+        made |= contribution.paths - contribution.old_paths
+    return wanted
+
+
+def strip_prefix(path: str) -> str:
+    """Return the path of a diff's ``---`` or ``+++`` line: ``a/torch/x.py`` -> ``torch/x.py``."""
     return path.split("/", 1)[1] if path[:2] in ("a/", "b/") else path
 
 
@@ -160,7 +176,7 @@ def _message(text: str) -> tuple[str, list[str], int]:
     return subject.strip(), message.split("\n"), header.count("\n") + 3
 
 
-def _split_trailers(message: list[str], first: int) -> tuple[str, tuple[Trailer, ...]]:
+def split_trailers(message: list[str], first: int) -> tuple[str, tuple[Trailer, ...]]:
     """Cut off the last paragraph if it is made of trailers; an indented line continues one."""
     end = len(message)
     while end and message[end - 1].strip() in ("", "---"):

@@ -4,7 +4,7 @@ import hashlib
 import importlib.metadata
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -85,6 +85,27 @@ class Pin:
             if found != expected:
                 result.append((path, expected, found))
         return result
+
+
+def refuse_changed(pin: Pin, site: Path, touched: Iterable[str]) -> None:
+    """Refuse when one of the ``touched`` files is not the pristine one."""
+    wanted = set(touched)
+    changed = [item for item in pin.changed(site) if item[0] in wanted]
+    if changed:
+        path, expected, found = changed[0]
+        more = f" and {len(changed) - 1} more files" if len(changed) > 1 else ""
+        raise UserError(
+            f"expected the pristine {path} of {pin.package} {pin.version} (sha256 "
+            f"{expected[:12]}), found {found[:12]}{more}; patches would be applied to unknown "
+            f"code: run `{reinstall(pin)}`"
+        )
+
+
+def reinstall(pin: Pin) -> str:
+    """Return the command that makes the installed files pristine again."""
+    return (
+        f"{sys.executable} -m pip install --force-reinstall --no-deps {pin.package}=={pin.version}"
+    )
 
 
 def load(root: Path | None = None) -> dict[str, Pin]:

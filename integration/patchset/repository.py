@@ -106,27 +106,34 @@ def load(root: Path | None = None) -> tuple[Contribution, ...]:
     return contributions
 
 
-def select(
+def find(
     contributions: Sequence[Contribution], names: Iterable[str] | None
 ) -> tuple[Contribution, ...]:
-    """Return the contributions called ``names`` (all for None) with all that they require.
+    """Return exactly the contributions called ``names`` (all for None), in series order.
 
-    ``upstream/name`` is accepted for ``name``. The result is in series order.
+    ``upstream/name`` is accepted for ``name``.
     """
     if names is None:
-        return close(contributions, [contribution.name for contribution in contributions])
-    wanted = []
+        return tuple(contributions)
+    known = {contribution.name: contribution for contribution in contributions}
+    wanted = set()
     for asked in names:
         upstream, _, name = asked.rpartition("/")
-        known = {contribution.name: contribution for contribution in contributions}
         if name not in known or upstream not in ("", known[name].upstream):
             full = [f"{c.upstream}/{c.name}" for c in contributions] if upstream else list(known)
             raise UserError(
                 f"unknown contribution {asked}{nearest(asked, full)} "
                 f"(`integration patches list` shows all)"
             )
-        wanted.append(name)
-    return close(contributions, wanted)
+        wanted.add(name)
+    return tuple(contribution for contribution in contributions if contribution.name in wanted)
+
+
+def select(
+    contributions: Sequence[Contribution], names: Iterable[str] | None
+) -> tuple[Contribution, ...]:
+    """Return the contributions called ``names`` (all for None) with all that they require."""
+    return close(contributions, [c.name for c in find(contributions, names)])
 
 
 def close(contributions: Sequence[Contribution], names: Iterable[str]) -> tuple[Contribution, ...]:

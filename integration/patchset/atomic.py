@@ -1,0 +1,67 @@
+"""Replace several files at once: all of them, or none."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def replace_all(folder: Path, new: Mapping[str, bytes | None]) -> None:
+    """Give the files of ``folder`` new contents; None removes one.
+
+    Everything is written beside first, where a full disk or a missing permission shows. Then each
+    is renamed into place; should one fail, or Ctrl-C come between, those before it are put back.
+    """
+    current = {path: folder / path for path in new}
+    with contextlib.ExitStack() as undo:
+        staged: dict[str, Path] = {}
+        saved: dict[str, Path] = {}
+        for path, data in new.items():
+            _make_parents(current[path].parent, folder, undo)
+            if current[path].exists():
+                saved[path] = _beside(current[path], undo)
+                shutil.copy2(current[path], saved[path])
+            if data is not None:
+                staged[path] = _beside(current[path], undo)
+                staged[path].write_bytes(data)
+                mode = current[path].stat().st_mode if path in saved else 0o644
+                staged[path].chmod(mode & 0o7777)
+        with contextlib.ExitStack() as put_back:
+            for path in new:
+                if path in saved:
+                    put_back.callback(os.replace, saved[path], current[path])
+                else:
+                    put_back.callback(current[path].unlink, missing_ok=True)
+                if path in staged:
+                    os.replace(staged[path], current[path])
+                else:
+                    current[path].unlink(missing_ok=True)
+            put_back.pop_all()
+    for path, data in new.items():
+        if data is None:
+            _remove_empty(current[path].parent, folder)
+
+
+def _beside(path: Path, undo: contextlib.ExitStack) -> Path:
+    handle, name = tempfile.mkstemp(prefix=".integration-", dir=path.parent)
+    os.close(handle)
+    undo.callback(Path(name).unlink, missing_ok=True)
+    return Path(name)
+
+
+def _make_parents(parent: Path, root: Path, undo: contextlib.ExitStack) -> None:
+    if not parent.is_dir():
+        _make_parents(parent.parent, root, undo)
+        parent.mkdir()
+        undo.callback(_remove_empty, parent, root)  # it stays when a file was put in
+
+
+def _remove_empty(folder: Path, root: Path) -> None:
+    while folder != root:
+        try:
+            folder.rmdir()
+        except OSError:
+            return
+        folder = folder.parent

@@ -1,0 +1,256 @@
+"""Prove, for the whole repository, that every patch stands alone and all stand together."""
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from integration import paths
+from integration.errors import UserError
+from integration.patchset import exchange, readme, repository, scratch
+from integration.patchset import pins as pins_module
+from integration.patchset.finding import Finding
+from integration.patchset.lint import lint
+from integration.patchset.patch import Contribution, pristine_paths
+from integration.patchset.pins import Pin, sha256
+
+
+def check(root: Path | None = None) -> list[Finding]:
+    """Return everything that is wrong; an empty list proves that
+
+    - series and files name the same patches, and every header field is there and well formed;
+    - the touched pristine files are those of ``pins.toml``;
+    - each patch applies on the pin with what it requires, every pair applies in both orders with
+      the same result, the full set applies, and comes off again;
+    - ``export(import(p)) == p`` byte for byte, for every patch p;
+    - the README's table is the patches' own.
+    """
+    root = root or paths.REPO
+    pins = pins_module.load(root)
+    contributions, findings = repository.scan(root)
+    listed = [
+        name
+        for upstream in pins
+        for _, name in repository.read_series(root / "patches" / upstream / "series")
+    ]
+    findings += lint(contributions, pins, listed)
+    findings += readme.stale(contributions, root)
+    usable = _closed(contributions)
+    for upstream, pin in pins.items():
+        mine = [c for c in contributions if c.upstream == upstream]
+        try:
+            site = pin.site()
+        except UserError as error:
+            findings.append(_not_installed(pin, error))
+            continue
+        findings += _hashes(pin, site, mine)
+        pristine = scratch.read(site, scratch.touched(mine))
+        sound = [c for c in mine if c.name in usable]
+        findings += _applies(sound, usable, pristine)
+        findings += round_trip(sound, pristine, set(usable))
+    return list(dict.fromkeys(findings))
+
+
+def _closed(contributions: Sequence[Contribution]) -> dict[str, tuple[Contribution, ...]]:
+    """Map each name to itself and all that it requires; leave out what lint has refused."""
+    closures = {}
+    for contribution in contributions:
+        try:
+            closures[contribution.name] = repository.close(contributions, [contribution.name])
+        except UserError:
+            continue
+    return closures
+
+
+def _not_installed(pin: Pin, error: UserError) -> Finding:
+    message, _, command = str(error).rpartition(": run ")
+    return Finding(
+        patch="(all)",
+        file="patches/pins.toml",
+        line=None,
+        expected=f"{pin.package} {pin.version} installed",
+        found=message.partition(", found ")[2] or message,
+        verdict="wrong version",
+        next=command.strip("`"),
+    )
+
+
+def _hashes(pin: Pin, site: Path, contributions: Sequence[Contribution]) -> list[Finding]:
+    findings = []
+    wanted = pristine_paths(contributions)
+    touching = {path: c.name for c in reversed(contributions) for path in c.old_paths & wanted}
+
+    def report(path: str, expected: str, found: str, verdict: str, next: str) -> None:
+        patch = touching.get(path, "(none)")
+        findings.append(Finding(patch, path, None, expected, found, verdict, next))
+
+    for path, expected, found in pin.changed(site):
+        report(
+            path,
+            f"sha256 {expected}",
+            found,
+            "pristine file changed",
+            pins_module.reinstall(pin),
+        )
+    for path in sorted(set(touching) - set(pin.files)):
+        file = site / path
+        digest = sha256(file.read_bytes()) if file.is_file() else "?"
+        add = f'add `"{path}" = "{digest}"` under [{pin.upstream}.files] of patches/pins.toml'
+        if not file.is_file():
+            add = "integration patches import, mend the commit, integration patches export"
+        verdict = "not pinned" if file.is_file() else "surroundings changed"
+        expected = "its sha256 in patches/pins.toml" if file.is_file() else "a file of the pin"
+        report(path, expected, "none", verdict, add)
+    for path in sorted(set(pin.files) - set(touching)):
+        report(
+            path,
+            "hashes of touched files alone",
+            "no patch touches it",
+            "pinned in vain",
+            f"remove its line under [{pin.upstream}.files] of patches/pins.toml",
+        )
+    return findings
+
+
+def _applies(
+    contributions: Sequence[Contribution],
+    closures: Mapping[str, Sequence[Contribution]],
+    pristine: scratch.Files,
+) -> list[Finding]:
+    """Apply each alone, the pairs in both orders, all, and all in reverse."""
+    # The other upstream's patches touch none of these files.
+    mine = {c.name for c in contributions}
+    sets = {c.name: [r for r in closures[c.name] if r.name in mine] for c in contributions}
+    findings = []
+    alone = {}
+    for contribution in contributions:
+        state, failed = scratch.apply(pristine, sets[contribution.name])
+        findings += failed
+        if not failed:
+            alone[contribution.name] = state
+    for left, right in combinations((c for c in contributions if c.name in alone), 2):
+        findings += _pair(left, right, sets, pristine)
+    everything = [c for c in contributions if c.name in alone]
+    state, failed = scratch.apply(pristine, everything)
+    findings += failed
+    if not failed:
+        back, failed = scratch.apply(state, everything, reverse=True)
+        findings += failed
+        differing = sorted(p for p in {*back, *pristine} if back.get(p) != pristine.get(p))
+        if differing and not failed:
+            findings.append(
+                Finding(
+                    patch="(full set)",
+                    file=differing[0],
+                    line=None,
+                    expected="the pristine file after taking the full set off",
+                    found="another file",
+                    verdict="not reversible",
+                    next="make the hunks' context unambiguous (import, mend, export)",
+                )
+            )
+    return findings
+
+
+def _pair(
+    left: Contribution,
+    right: Contribution,
+    sets: Mapping[str, Sequence[Contribution]],
+    pristine: scratch.Files,
+) -> list[Finding]:
+    first, second = sets[left.name], sets[right.name]
+    only_first = [c for c in first if c not in second]
+    only_second = [c for c in second if c not in first]
+    # Patches without a common file commute by construction: applying one changes nothing that the
+    # other reads. A required patch is in its dependent's set, so "only" is empty: nothing to show.
+    if not scratch.touched(only_first) & scratch.touched(only_second):
+        return []
+    one, failed = scratch.apply(pristine, [*first, *only_second])
+    other, failed_too = scratch.apply(pristine, [*second, *only_first])
+    findings = [
+        _in_pair(finding, before)
+        for found, before in ((failed, left), (failed_too, right))
+        for finding in found
+    ]
+    differing = sorted(path for path in {*one, *other} if one.get(path) != other.get(path))
+    if differing and not findings:
+        findings.append(
+            Finding(
+                patch=f"{left.name} + {right.name}",
+                file=differing[0],
+                line=None,
+                expected="the same file in both orders",
+                found="two different ones",
+                verdict="order matters",
+                next=f"move their hunks apart, or let {right.name} require {left.name}",
+            )
+        )
+    return findings
+
+
+def _in_pair(finding: Finding, before: Contribution) -> Finding:
+    return Finding(
+        patch=f"{finding.patch} after {before.name}",
+        file=finding.file,
+        line=finding.line,
+        expected=finding.expected,
+        found=finding.found,
+        verdict=finding.verdict,
+        next=f"move the hunks apart, or let {finding.patch} require {before.name}",
+    )
+
+
+def round_trip(
+    contributions: Sequence[Contribution], pristine: scratch.Files, names: set[str]
+) -> list[Finding]:
+    """Import the patches as commits, export them again, and compare the bytes."""
+    if not contributions:
+        return []
+    with TemporaryDirectory(prefix="integration-") as temporary:
+        folder = Path(temporary) / "checkout"
+        folder.mkdir()
+        exchange.create(folder, pristine)
+        complaint = exchange.commit_all(folder, exchange.mailbox(contributions, marked=True))
+        if complaint:
+            return [_not_imported(contributions, complaint)]
+        mine = {c.name for c in contributions}
+        try:
+            exported = exchange.export(folder, elsewhere=sorted(names - mine))
+        except UserError as error:
+            return [_not_imported(contributions, str(error))]
+    return [
+        _difference(contribution, item.data)
+        for contribution, item in zip(contributions, exported, strict=True)
+        if contribution.data != item.data
+    ]
+
+
+def _not_imported(contributions: Sequence[Contribution], complaint: str) -> Finding:
+    named = [c for c in contributions if c.subject in complaint or c.name in complaint.split()]
+    patch = named[0] if named else None
+    where = f"{patch.upstream}/{patch.name}.patch" if patch else contributions[0].upstream
+    return Finding(
+        patch=patch.name if patch else "(full set)",
+        file=f"patches/{where}",
+        line=None,
+        expected="patches that can be imported and exported",
+        found=complaint.splitlines()[0],
+        verdict="does not import",
+        next="mend the findings above first, then run `integration patches check` again",
+    )
+
+
+def _difference(contribution: Contribution, exported: bytes) -> Finding:
+    stored = contribution.data.decode().split("\n")
+    again = exported.decode("utf-8", "replace").split("\n")
+    pairs = enumerate(zip([*stored, "end of file"], [*again, "end of file"], strict=False), 1)
+    line, (found, expected) = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
+    return Finding(
+        patch=contribution.name,
+        file=f"patches/{contribution.upstream}/{contribution.name}.patch",
+        line=line,
+        expected=f"`{expected}`, what export writes",
+        found=f"`{found}`",
+        verdict="not canonical",
+        next="integration patches import, then integration patches export",
+    )

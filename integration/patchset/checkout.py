@@ -1,0 +1,205 @@
+"""The scratch checkout: the set as commits on the pinned sources, to be edited with git.
+
+``import_set`` makes one repository an upstream below a folder, ``export_set`` writes its commits
+back to ``patches/``. What lies between is the reader's own git: amend, rebase, add, drop.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from integration import paths
+from integration.errors import UserError
+from integration.patchset import exchange, git, repository
+from integration.patchset import pins as pins_module
+from integration.patchset.atomic import replace_all
+from integration.patchset.patch import Contribution, parse, pristine_paths
+from integration.patchset.pins import Pin, sha256
+
+_RECORD = Path(".git") / "integration.json"  # which patches a checkout was made from
+_BUILT_FOLDERS = {"bin", "include", "lib", "share"}  # of a wheel: compiled code and its headers
+_BUILT_SUFFIXES = {".pyc", ".so"}
+
+
+def default_folder() -> Path:
+    """Return where `import` puts the checkouts when no folder is given."""
+    return paths.cache_dir() / "checkout"
+
+
+def sources(pin: Pin) -> dict[str, bytes]:
+    """Return the installed sources of ``pin``: what a patch can change without a compiler."""
+    site = pin.site()
+    found = {}
+    for folder, folders, files in os.walk(site / pin.package):
+        top = Path(folder) == site / pin.package
+        skipped = {"__pycache__", *(_BUILT_FOLDERS if top else ())}
+        folders[:] = sorted(set(folders) - skipped)
+        for name in files:
+            file = Path(folder) / name
+            if file.suffix not in _BUILT_SUFFIXES and not file.is_symlink():
+                found[file.relative_to(site).as_posix()] = file.read_bytes()
+    return found
+
+
+def import_set(folder: Path) -> dict[str, Path]:
+    """Make ``folder/<upstream>`` for each upstream; return them.
+
+    A checkout that exists is never overwritten: it may hold work.
+    """
+    contributions = repository.load()
+    pins = pins_module.load()
+    for upstream in pins:
+        if (folder / upstream).exists():
+            raise UserError(
+                f"expected no {folder / upstream}, found one, which may hold your work; "
+                f"nothing was imported: export it and run `rm -r {folder / upstream}`, or name "
+                f"another folder"
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    made = {}
+    # All or none: the checkouts are renamed into place when the last one is complete.
+    with TemporaryDirectory(prefix=".importing-", dir=folder) as temporary:
+        for upstream, pin in pins.items():
+            mine = [c for c in contributions if c.upstream == upstream]
+            building = Path(temporary) / upstream
+            building.mkdir()
+            pins_module.refuse_changed(pin, pin.site(), pin.files)
+            exchange.create(building, sources(pin))
+            complaint = exchange.commit_all(building, exchange.mailbox(mine, marked=True))
+            if complaint:
+                raise UserError(
+                    f"expected the patches of {upstream} to apply on {pin.package} {pin.version}, "
+                    f"found: {complaint.splitlines()[0]}; nothing was imported: run `integration "
+                    f"patches check`"
+                )
+            git.run(["config", "user.name", git.NAME], building)
+            git.run(["config", "user.email", git.EMAIL], building)
+            (building / ".git" / "info" / "exclude").write_text("__pycache__/\n")
+            _record(building, mine)
+        for upstream in pins:
+            made[upstream] = folder / upstream
+            (Path(temporary) / upstream).rename(made[upstream])
+    return made
+
+
+def _record(checkout: Path, contributions: Sequence[Contribution]) -> None:
+    (checkout / _RECORD).write_text(json.dumps({c.name: c.sha256 for c in contributions}, indent=2))
+
+
+def export_set(folder: Path) -> list[str]:
+    """Write the commits of ``folder/<upstream>`` back to ``patches/``: all files or none.
+
+    Series order is commit order; a patch whose commit is gone is removed; ``pins.toml`` gets the
+    hashes of the files that are touched now.
+
+    Returns:
+        One line for each patch that is new, changed, removed or unchanged.
+    """
+    root = paths.REPO
+    pins = pins_module.load()
+    held = [upstream for upstream in pins if (folder / upstream / ".git").is_dir()]
+    if not held:
+        raise UserError(
+            f"expected a checkout at {folder}/{next(iter(pins))}, found none; nothing can be "
+            f"exported: run `integration patches import {folder}`"
+        )
+    stored, _ = repository.scan()
+    for upstream in held:
+        _refuse_unfinished(folder / upstream)
+        _refuse_newer(folder / upstream, upstream, stored)
+    line = {upstream: exchange.commits(folder / upstream) for upstream in held}
+    names = {c.name for c in stored if c.upstream not in held}
+    names |= {commit.name for commits in line.values() for commit in commits}
+
+    new: dict[str, bytes | None] = {}
+    said: list[str] = []
+    hashes: dict[str, Mapping[str, str]] = {}
+    exported: dict[str, list[Contribution]] = {}
+    for upstream in held:
+        mine = {commit.name for commit in line[upstream]}
+        items = exchange.export(folder / upstream, elsewhere=sorted(names - mine))
+        exported[upstream] = [
+            parse(item.name, upstream, _file(root, upstream, item.name), item.data)
+            for item in items
+        ]
+        hashes[upstream] = _hashes(pins[upstream], exported[upstream])
+        said += _changes(upstream, stored, exported[upstream], new)
+        series = root / "patches" / upstream / "series"
+        new[f"{upstream}/series"] = _series(series, [item.name for item in items])
+    new["pins.toml"] = pins_module.with_files(hashes).encode()
+    replace_all(root / "patches", new)
+    for upstream in held:
+        _record(folder / upstream, exported[upstream])
+    return said
+
+
+def _file(root: Path, upstream: str, name: str) -> Path:
+    return root / "patches" / upstream / f"{name}.patch"
+
+
+def _refuse_unfinished(checkout: Path) -> None:
+    """Refuse work that is not in a commit: an export would leave it out without a word."""
+    for state in ("rebase-merge", "rebase-apply"):
+        if (checkout / ".git" / state).exists():
+            raise UserError(
+                f"expected finished commits in {checkout}, found a rebase under way; the patches "
+                f"after it would be dropped: run `git -C {checkout} rebase --continue`"
+            )
+    dirty = git.run(["status", "--porcelain", "--untracked-files=all"], checkout).out.decode()
+    if dirty:
+        raise UserError(
+            f"expected every change in a commit, found {dirty.splitlines()[0][3:]} changed in "
+            f"{checkout}; it would be left out: commit it there, or run `git -C {checkout} stash`"
+        )
+
+
+def _refuse_newer(checkout: Path, upstream: str, stored: Sequence[Contribution]) -> None:
+    """Refuse to write over patches that have changed since the checkout was made."""
+    try:
+        recorded = json.loads((checkout / _RECORD).read_text())
+    except (OSError, ValueError):
+        recorded = None
+    now = {c.name: c.sha256 for c in stored if c.upstream == upstream}
+    if recorded != now:
+        differing = sorted(
+            n for n in {*now, *(recorded or {})} if (recorded or {}).get(n) != now.get(n)
+        )
+        raise UserError(
+            f"expected the patches that {checkout} was made from, found {', '.join(differing)} "
+            f"changed in patches/{upstream} since; they would be overwritten: import into another "
+            f"folder and carry your commits over with `git fetch` and `git cherry-pick`"
+        )
+
+
+def _hashes(pin: Pin, contributions: Sequence[Contribution]) -> dict[str, str]:
+    touched = sorted(pristine_paths(contributions))
+    return {path: sha256((pin.site() / path).read_bytes()) for path in touched}
+
+
+def _changes(
+    upstream: str,
+    stored: Sequence[Contribution],
+    exported: Sequence[Contribution],
+    new: dict[str, bytes | None],
+) -> list[str]:
+    before = {c.name: c.data for c in stored if c.upstream == upstream}
+    said = []
+    for c in exported:
+        old = before.pop(c.name, None)
+        verdict = "new" if old is None else "unchanged" if old == c.data else "changed"
+        said.append(f"{upstream}/{c.name}: {verdict}")
+        new[f"{upstream}/{c.name}.patch"] = c.data
+    for name in before:
+        said.append(f"{upstream}/{name}: removed, as its commit is gone")
+        new[f"{upstream}/{name}.patch"] = None
+    return said
+
+
+def _series(series: Path, names: Sequence[str]) -> bytes:
+    """Return the series file's bytes; comments stay as long as the names do."""
+    old = series.read_bytes() if series.is_file() else b""
+    if [name for _, name in repository.read_series(series)] == list(names):
+        return old
+    return "".join(f"{name}\n" for name in names).encode()

@@ -1,0 +1,76 @@
+"""The README's table of contributions, generated from the patch headers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from integration import paths
+from integration.errors import UserError
+from integration.patchset.finding import Finding
+from integration.patchset.patch import Contribution
+
+BEGIN = "<!-- contributions:begin -->"
+END = "<!-- contributions:end -->"
+
+
+def table(contributions: Sequence[Contribution]) -> str:
+    """Return the Markdown table; a name links to its patch, a test to its file."""
+    rows = ["| contribution | upstream | status | what it changes | requires | tests |"]
+    rows.append("|---|---|---|---|---|---|")
+    for c in contributions:
+        folder = f"{c.upstream}_contrib/{c.name}"
+        cells = (
+            f"[{c.name}](patches/{c.upstream}/{c.name}.patch)",
+            c.upstream,
+            " ".join(c.values("Status")),
+            c.subject,
+            ", ".join(c.requires),
+            "<br>".join(f"[{file}]({folder}/{file})" for file, _ in c.tests),
+        )
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(rows)
+
+
+def updated(text: str, contributions: Sequence[Contribution]) -> str | None:
+    """Return the README with its table made anew, or None when it has no place for one."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        return None
+    return f"{before}{BEGIN}\n{table(contributions)}\n{END}{after}"
+
+
+def stale(contributions: Sequence[Contribution], root: Path | None = None) -> list[Finding]:
+    """Return a finding when the README's table is not the patches' own."""
+    file = (root or paths.REPO) / "README.md"
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    fresh = updated(text, contributions)
+    if fresh is None or fresh == text:
+        return []
+    pairs = zip(text.split("\n"), fresh.split("\n"), strict=False)
+    line, (found, expected) = next((n, p) for n, p in enumerate(pairs, 1) if p[0] != p[1])
+    return [
+        Finding(
+            patch="(table)",
+            file="README.md",
+            line=line,
+            expected=f"`{expected}`",
+            found=f"`{found}`",
+            verdict="stale table",
+            next="integration patches readme --write",
+        )
+    ]
+
+
+def write(contributions: Sequence[Contribution], root: Path | None = None) -> bool:
+    """Write the table into README.md; return whether anything changed."""
+    file = (root or paths.REPO) / "README.md"
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    fresh = updated(text, contributions)
+    if fresh is None:
+        raise UserError(
+            f"expected the lines {BEGIN} and {END} in README.md, found "
+            f"{'no such lines' if text else 'no README.md'}; the table has no place: add them"
+        )
+    if fresh != text:
+        file.write_text(fresh, encoding="utf-8")
+    return fresh != text
