@@ -116,14 +116,26 @@ def import_(
 
     from rich.console import Console
 
-    from integration.patchset import checkout
+    from integration.patchset.checkout import default_folder, import_set
 
-    folder = (folder or checkout.default_folder()).absolute()
+    folder = (folder or default_folder()).absolute()
     with Console(stderr=True).status("Copying the pinned sources and committing the patches"):
-        made = checkout.import_set(folder)
-    for upstream, path in made.items():
-        print(f"{upstream}: {path}")
-    path = shlex.quote(str(next(iter(made.values()))))
+        made = import_set(folder)
+    for checkout in made:
+        print(f"{checkout.upstream}: {checkout.path}")
+    for checkout in made:
+        if checkout.stopped:
+            path = shlex.quote(str(checkout.path))
+            print(
+                f"\n{checkout.upstream} stopped at a patch that does not fit:\n{checkout.stopped}\n"
+                f"look      git -C {path} am --show-current-patch\n"
+                f"mend      edit the files, then git -C {path} add -A\n"
+                f"go on     git -C {path} am --continue\n"
+                f"store     integration patches export {shlex.quote(str(folder))}"
+            )
+    if any(checkout.stopped for checkout in made):
+        raise typer.Exit(1)
+    path = shlex.quote(str(made[0].path))
     print(
         f"""
 look      git -C {path} log --oneline pin..

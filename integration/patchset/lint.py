@@ -74,7 +74,7 @@ def _message(contribution: Contribution) -> Iterator[Finding]:
     starts = contribution.body.split("\n")
     for paragraph in PARAGRAPHS:
         if not any(line.startswith(paragraph) for line in starts):
-            yield report(None, f"a paragraph `{paragraph} …`", "none", "missing field")
+            yield report(None, f"a paragraph `{paragraph} ...`", "none", "missing field")
 
 
 def _trailers(contribution: Contribution) -> Iterator[Finding]:
@@ -84,7 +84,7 @@ def _trailers(contribution: Contribution) -> Iterator[Finding]:
         if not lines:
             where = None if not contribution.trailers else contribution.trailers[-1].line
             yield report(
-                where, f"`{key}: …` in the last paragraph: {words}", "none", "missing field"
+                where, f"`{key}: ...` in the last paragraph: {words}", "none", "missing field"
             )
         if how_often == "once" and len(lines) > 1:
             yield report(lines[1], f"`{key}:` once", f"{len(lines)} times", "duplicate field")
