@@ -188,6 +188,7 @@ def _pinned_sources() -> list[tuple[str, str]]:
 
 def _build(folder: Path, names: list[str]) -> None:
     from datasets import Dataset, disable_progress_bars
+    from rich.console import Console
     from rich.progress import track
 
     disable_progress_bars()
@@ -200,7 +201,8 @@ def _build(folder: Path, names: list[str]) -> None:
             for name in track(names, description="reading the pins' source")
         ]
         texts = [text for text in texts if text.strip()]
-        _train_tokenizer(texts, beside / "tokenizer")
+        with Console().status("training the tokenizer"):
+            _train_tokenizer(texts, beside / "tokenizer")
         Dataset.from_dict({"text": texts}).save_to_disk(str(beside / "dataset"))
         try:
             os.rename(beside, folder)

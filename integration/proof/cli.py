@@ -12,6 +12,9 @@ def test(
         typer.Option("--prove", help="Also: fails on the pristine pins; losses bitwise where due."),
     ] = False,
     full: Annotated[bool, typer.Option("--full", help="Also with the full set.")] = False,
+    record: Annotated[
+        bool, typer.Option("--record", help="With --prove: keep the losses compared as evidence.")
+    ] = False,
     project: Annotated[
         bool, typer.Option("--project", help="Also the project's own tests.")
     ] = False,
@@ -19,5 +22,5 @@ def test(
     """Run each contribution's tests in a process and an overlay of its own."""
     from integration.proof.run import run
 
-    if not run(names or [], prove=prove, full=full, project=project):
+    if not run(names or [], prove=prove, full=full, project=project, record=record):
         raise typer.Exit(1)

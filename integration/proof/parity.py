@@ -6,7 +6,7 @@ means the pins and ``cpu_device``; that one is compared where pristine trains, o
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,6 +14,7 @@ from integration.job import data, launch, machine, summary
 from integration.job.run import Job, Run
 from integration.patchset import overlay
 from integration.patchset.patch import Contribution
+from integration.proof import evidence
 
 STEPS = 10
 CPU_BASE = "cpu_device"
@@ -40,6 +41,7 @@ class Parity:
     name: str
     equal: bool | None  # None: not compared
     words: str
+    curve: Curve | None = None
 
 
 def compare(contributions: Sequence[Contribution], folder: Path) -> list[Parity]:
@@ -66,6 +68,22 @@ def compare(contributions: Sequence[Contribution], folder: Path) -> list[Parity]
         got = curve((*base, contribution.name), folder / contribution.name, ranks=gpus or 2)
         results.append(_judge(contribution.name, baseline, got))
     return results
+
+
+def record(contribution: Contribution, parity: Parity) -> Path | None:
+    """Keep a comparison that was made as evidence; return the file."""
+    if parity.curve is None:
+        return None
+    device = "cuda" if machine.gpu_count() else "cpu"
+    results = {
+        "compared_with": "pristine" if device == "cuda" else f"pins and {CPU_BASE}",
+        "options": " ".join(OPTIONS),
+        "equal": parity.equal,
+        "verdict": parity.words,
+        **asdict(parity.curve),
+    }
+    command = f"integration test {contribution.name} --prove --record"
+    return evidence.write(contribution, f"parity-{device}", command, results)
 
 
 def curve(names: Sequence[str], folder: Path, *, ranks: int) -> Curve:
@@ -100,10 +118,9 @@ def _judge(name: str, baseline: Curve, got: Curve) -> Parity:
         ("gradient norm", baseline.grad_norms, got.grad_norms),
     ):
         if len(expected) != STEPS or len(found) != STEPS:
-            return Parity(name, False, f"{len(found)} of {STEPS} steps were logged")
+            return Parity(name, False, f"{len(found)} of {STEPS} steps were logged", got)
         for step, (left, right) in enumerate(zip(expected, found, strict=True), start=1):
             if left != right:
-                return Parity(
-                    name, False, f"{what} of step {step}: expected {left!r}, got {right!r}"
-                )
-    return Parity(name, True, f"bitwise equal over {STEPS} steps")
+                words = f"{what} of step {step}: expected {left!r}, got {right!r}"
+                return Parity(name, False, words, got)
+    return Parity(name, True, f"bitwise equal over {STEPS} steps", got)

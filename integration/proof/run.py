@@ -10,7 +10,6 @@ from rich.table import Table
 
 from integration.job.machine import cores
 from integration.patchset import overlay, repository
-from integration.patchset.patch import Contribution
 from integration.paths import REPO
 from integration.proof import parity
 from integration.proof.parity import Parity
@@ -21,7 +20,7 @@ from integration.proof.verdict import Verdict, closing_line
 REPORTS = REPO / "reports"
 
 
-def run(names: Sequence[str], *, prove: bool, full: bool, project: bool) -> bool:
+def run(names: Sequence[str], *, prove: bool, full: bool, project: bool, record: bool) -> bool:
     """Run and report; return whether all is as it must be."""
     suites = plan(repository.load(), names, prove=prove, full=full, project=project)
     console = Console(soft_wrap=True)
@@ -44,13 +43,15 @@ def run(names: Sequence[str], *, prove: bool, full: bool, project: bool) -> bool
                 progress.console.print(_line(verdict))
     order = {id(suite): place for place, suite in enumerate(suites)}
     verdicts.sort(key=lambda v: order[id(v.suite)])
-    parities = parity.compare(_chosen(names), REPORTS / "parity") if prove else []
+    parities: list[Parity] = []
+    if prove:
+        chosen = [c for c in repository.load() if not names or c.name in names]
+        parities = parity.compare(chosen, REPORTS / "parity")
+        for contribution, result in zip(chosen, parities, strict=True):
+            if record and (file := parity.record(contribution, result)):
+                console.print(f"evidence: {file}")
     _report(console, verdicts, parities)
     return all(v.good for v in verdicts) and all(p.equal is not False for p in parities)
-
-
-def _chosen(names: Sequence[str]) -> list[Contribution]:
-    return [c for c in repository.load() if not names or c.name in names]
 
 
 def _run_suite(suite: Suite) -> Verdict:

@@ -1,0 +1,47 @@
+"""Evidence files: what was measured, on which patch, where, and by which command."""
+
+import json
+import os
+import platform
+import subprocess
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+from integration.patchset.patch import Contribution
+
+
+def write(contribution: Contribution, name: str, command: str, results: dict) -> Path:
+    """Write ``evidence/<name>.json``, bound to the patch by its sha256; return the path."""
+    folder = contribution.folder / "evidence"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    record = {
+        "contribution": contribution.name,
+        "patch_sha256": contribution.sha256,
+        "date": date.today().isoformat(),
+        "command": command,
+        "machine": machine(),
+        "torch": version("torch"),
+        "torchtitan": version("torchtitan"),
+        **results,
+    }
+    beside = path.with_suffix(".part")
+    beside.write_text(json.dumps(record, indent=1) + "\n")
+    os.replace(beside, path)
+    return path
+
+
+def machine() -> dict[str, str | int]:
+    """Describe what figures depend on: GPUs, processor and cores; no names."""
+    found: dict[str, str | int] = {
+        "processor": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+    try:
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        gpus = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+        found |= {"gpus": len(gpus), "gpu": gpus[0].strip()}
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        found["gpus"] = 0
+    return found
