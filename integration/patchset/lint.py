@@ -79,13 +79,11 @@ def _message(contribution: Contribution) -> Iterator[Finding]:
 
 def _trailers(contribution: Contribution) -> Iterator[Finding]:
     report = _reporter(contribution)
-    for key, (how_often, _, words) in _TRAILERS.items():
+    for key, (how_often, _, _) in _TRAILERS.items():
         lines = [trailer.line for trailer in contribution.trailers if trailer.key == key]
         if not lines:
             where = None if not contribution.trailers else contribution.trailers[-1].line
-            yield report(
-                where, f"`{key}: ...` in the last paragraph: {words}", "none", "missing field"
-            )
+            yield report(where, f"`{key}: ...` in the last paragraph", "none", "missing field")
         if how_often == "once" and len(lines) > 1:
             yield report(lines[1], f"`{key}:` once", f"{len(lines)} times", "duplicate field")
     for trailer in contribution.trailers:

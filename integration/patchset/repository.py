@@ -75,8 +75,8 @@ def scan(root: Path | None = None) -> tuple[tuple[Contribution, ...], list[Findi
                         expected=error.expected,
                         found=error.found,
                         verdict="malformed",
-                        next=f"git checkout patches/{upstream}/{name}.patch (edit by import and "
-                        f"export: a hand edit breaks the counts of hunks)",
+                        next=f"git checkout patches/{upstream}/{name}.patch; "
+                        "edit by import and export",
                     )
                 )
         findings += [

@@ -17,6 +17,7 @@ from integration.errors import UserError
 from integration.patchset import git, repository, scratch
 from integration.patchset.check import check
 from integration.patchset.finding import Finding
+from integration.patchset.overlay import Overlay
 from integration.patchset.patch import Contribution
 from integration.patchset.pins import sha256
 
@@ -178,6 +179,12 @@ def user_git(folder: Path, *arguments: str, stdin: str = "") -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def folder(built: Overlay) -> Path:
+    """Return where an overlay is that is not the pristine one's nothing."""
+    assert built.path is not None
+    return built.path
 
 
 def line(number: int, text: str, lines: str = LINES) -> str:

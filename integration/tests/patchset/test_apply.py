@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -256,7 +257,7 @@ def test_git_failing_half_way_leaves_the_tree(
     """A fast-forward that writes one file and stops, as with a read-only file or a full disk."""
     attempt = module.git.attempt
 
-    def breaks(arguments: list[str], directory: Path, **options: object) -> object:
+    def breaks(arguments: list[str], directory: Path, **options: Any) -> module.git.Result:
         if arguments[0] == "merge":
             (checkout / CORE).write_text("half\n")
             (checkout / "fakebase/fresh").mkdir()
@@ -269,7 +270,7 @@ def test_git_failing_half_way_leaves_the_tree(
 
 
 def test_wrong_folders(full: House, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="expected a folder at .*nowhere"):
+    with pytest.raises(UserError, match=r"expected a folder at .*nowhere"):
         apply(tmp_path / "nowhere")
     with pytest.raises(UserError, match="to hold fakebase/ or fakeapp/, found neither"):
         apply(tmp_path / "home")

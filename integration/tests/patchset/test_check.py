@@ -29,9 +29,9 @@ def test_a_sound_repository_holds(house: House) -> None:
 
 
 def test_subject_and_text_beyond_ascii_round_trip(house: House) -> None:
-    house.add("one", {"fakebase/core.py": line(3, "größer − ✓")}, subject="[fake] Größer − " * 6)
+    house.add("one", {"fakebase/core.py": line(3, "größer ✓")}, subject="[fake] Größer ✓ " * 6)
     assert house.check() == []
-    assert house.get("one").subject == ("[fake] Größer − " * 6).strip()
+    assert house.get("one").subject == ("[fake] Größer ✓ " * 6).strip()
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ one: malformed
   at        patches/pytorch/one.patch:32
   expected  1 more old and 1 more new lines of the hunk at line 25
   found     Hunk is shorter than expected
-  next      git checkout patches/pytorch/one.patch (edit by import and export: a hand edit breaks the counts of hunks)""",
+  next      git checkout patches/pytorch/one.patch; edit by import and export""",
     )
 
 
@@ -226,10 +226,9 @@ def test_stale_table(house: House) -> None:
     assert readme.write(repository.load())
     assert house.check() == []
     assert file.read_text().endswith("\n\nText.\n")
-    assert_expected_inline(
-        readme.table(repository.load()),
-        """\
-| contribution | upstream | status | what it changes | requires | tests |
-|---|---|---|---|---|---|
-| [one](patches/pytorch/one.patch) | pytorch | pending | [fake] Change one |  | [test_one.py](pytorch_contrib/one/test_one.py) |""",
-    )
+    assert readme.table(repository.load()).split("\n") == [
+        "| contribution | upstream | status | what it changes | requires | tests |",
+        "|---|---|---|---|---|---|",
+        "| [one](patches/pytorch/one.patch) | pytorch | pending | [fake] Change one |  "
+        "| [test_one.py](pytorch_contrib/one/test_one.py) |",
+    ]

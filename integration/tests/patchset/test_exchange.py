@@ -213,6 +213,7 @@ def test_import_stops_at_a_patch_that_does_not_fit(full: House, tmp_path: Path) 
     data = full.patch("two").read_bytes().replace(b" line 29\n", b" line twenty-nine\n")
     full.patch("two").write_bytes(data)
     one, app = checkout.import_set(tmp_path / "mend")
+    assert one.stopped is not None
     assert "patch does not apply" in one.stopped
     assert app.stopped is None
     repo = one.path

@@ -76,7 +76,7 @@ def test_a_finding_says_where_and_what_next(house: House) -> None:
         """\
 one: missing field
   at        patches/pytorch/one.patch:19
-  expected  `Status: ...` in the last paragraph: pending, submitted URL, merged VERSION, denied URL or local REASON
+  expected  `Status: ...` in the last paragraph
   found     none
   next      integration patches import, `git commit --amend` or rebase, then export
 one: unknown field

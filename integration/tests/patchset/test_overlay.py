@@ -15,7 +15,7 @@ from expecttest import assert_expected_inline
 from integration import paths
 from integration.errors import UserError
 from integration.patchset import overlay
-from integration.tests.patchset.conftest import PRISTINE, House, line, tree
+from integration.tests.patchset.conftest import PRISTINE, House, folder, line, tree
 
 
 def imported(house: House, built: overlay.Overlay, expression: str, **extra: str) -> str:
@@ -51,14 +51,14 @@ def test_import_gives_the_patched_files(house: House) -> None:
     assert imported(house, built, code) == "one pristine"
     assert imported(house, built, "__import__('fakebase.deep.fresh').deep.fresh.FRESH") == "2"
     assert imported(house, built, "fakebase.__file__").startswith(str(built.path))
-    assert not (built.path / "fakebase/other/__init__.py").exists()
+    assert not (folder(built) / "fakebase/other/__init__.py").exists()
     # A package that no patch touches comes from site-packages itself.
     assert imported(house, built, "fakeapp.__file__").startswith(str(house.site))
 
 
 def test_only_folders_on_the_way_are_real(house: House) -> None:
     house.add("one", {"fakebase/deep/inner/leaf.py": "LEAF = 'one'\n"})
-    path = overlay.build().path
+    path = folder(overlay.build())
     kinds = {
         str(entry.relative_to(path)): "link" if entry.is_symlink() else "real"
         for entry in sorted(path.rglob("*"))
@@ -96,9 +96,9 @@ def test_sets_stand_side_by_side_and_are_found_again(house: House) -> None:
     house.add("two", {"fakebase/core.py": line(30, "two")})
     full, one, two = overlay.build(), overlay.build(["one"]), overlay.build(["two"])
     assert len({full.path, one.path, two.path}) == 3
-    created = one.path.stat().st_mtime_ns
+    created = folder(one).stat().st_mtime_ns
     assert overlay.build(["one"]) == one
-    assert one.path.stat().st_mtime_ns == created
+    assert folder(one).stat().st_mtime_ns == created
     assert overlay.build(["two", "one", "one"]) == full
 
 
@@ -113,7 +113,7 @@ def test_names_are_closed_over_requires_across_upstreams(house: House) -> None:
 def test_manifest(house: House) -> None:
     house.add("one", {"fakebase/core.py": line(3, "one")})
     built = overlay.build()
-    manifest = json.loads((built.path / "overlay.json").read_text())
+    manifest = json.loads((folder(built) / "overlay.json").read_text())
     assert manifest["contributions"] == {"one": house.get("one").sha256}
     assert manifest["pins"]["pytorch"]["version"] == "1.0"
     assert built.path == paths.cache_dir() / "overlays" / built.fingerprint
@@ -212,7 +212,7 @@ fakebase/core.py:18; no overlay was built: run `integration patches check`""",
 
 def test_an_edited_overlay_is_refused(house: House) -> None:
     house.add("one", {"fakebase/core.py": line(3, "one")})
-    path = overlay.build().path
+    path = folder(overlay.build())
     (path / "fakebase/core.py").write_text("edited\n")
     message = refusal()
     assert "found fakebase/core.py edited since" in message
@@ -233,7 +233,8 @@ def test_built_from_inside_an_overlay(house: House) -> None:
     house.add("one", {"fakebase/core.py": line(3, "one")})
     house.add("two", {"fakebase/block.py": line(30, "two")})
     code = "__import__('integration.patchset.overlay').patchset.overlay.build(['two']).path"
-    setting = f"__import__('integration.paths').paths.__setattr__('REPO', __import__('pathlib').Path({str(house.root)!r}))"
+    root = f"__import__('pathlib').Path({str(house.root)!r})"
+    setting = f"__import__('integration.paths').paths.__setattr__('REPO', {root})"
     inside = imported(house, overlay.build(["one"]), f"({setting}, {code})[1]")
     assert inside == str(overlay.build(["two"]).path)
 
@@ -281,6 +282,7 @@ def test_a_killed_build_leaves_nothing_half_made(
     house.add("one", {"fakebase/core.py": line(3, "one")})
     stop = "overlay._link = lambda *a: (print('half', flush=True), time.sleep(60))\n"
     process = builder(house, stop)
+    assert process.stdout is not None
     assert process.stdout.readline() == "half\n"
     overlays = paths.cache_dir() / "overlays"
     (half,) = overlays.iterdir()
@@ -289,7 +291,7 @@ def test_a_killed_build_leaves_nothing_half_made(
     # While it lives, its folder is left alone, however old.
     built = overlay.build()
     assert half.is_dir()
-    built.path.rename(overlays.parent / "aside")
+    folder(built).rename(overlays.parent / "aside")
 
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)

@@ -14,6 +14,7 @@ from integration import paths
 from integration.patchset import checkout, git, overlay, pins, repository, scratch
 from integration.patchset.check import check
 from integration.patchset.patch import Contribution, parse
+from integration.tests.patchset.conftest import folder
 
 # Three files at three depths, one of them in a folder that torch imports at once.
 TOUCHED = ("torch/nn/init.py", "torch/distributed/utils.py", "torch/_utils.py")
@@ -51,14 +52,14 @@ def marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Contribution:
     (root / "patches/pins.toml").write_text(text)
     hashes = {path: pins.sha256(data) for path, data in files.items()}
     (root / "patches/pins.toml").write_text(pins.with_files({"pytorch": hashes, "torchtitan": {}}))
-    with scratch.folder_with(files) as folder:
-        git.run(["init", "-q"], folder)
-        git.run(["add", "-A"], folder)
-        git.run(["commit", "-qm", "base"], folder)
+    with scratch.folder_with(files) as base:
+        git.run(["init", "-q"], base)
+        git.run(["add", "-A"], base)
+        git.run(["commit", "-qm", "base"], base)
         for path, data in files.items():
-            (folder / path).write_bytes(data + b'\nMARK = "patched"\n')
-        git.run(["commit", "-qam", "Mark"], folder)
-        data = git.run([*git.FORMAT_PATCH, "-1"], folder).out
+            (base / path).write_bytes(data + b'\nMARK = "patched"\n')
+        git.run(["commit", "-qam", "Mark"], base)
+        data = git.run([*git.FORMAT_PATCH, "-1"], base).out
     (root / "patches/pytorch/mark.patch").write_bytes(data)
     (root / "patches/pytorch/series").write_text("mark\n")
     return parse("mark", "pytorch", root / "patches/pytorch/mark.patch", data)
@@ -82,7 +83,7 @@ def test_overlay_of_torch(marked: Contribution) -> None:
     start = time.perf_counter()
     built = overlay.build()
     assert time.perf_counter() - start < 1.0
-    links = [entry for entry in (built.path / "torch").iterdir() if entry.is_symlink()]
+    links = [entry for entry in (folder(built) / "torch").iterdir() if entry.is_symlink()]
     assert len(links) < 300
     code = (
         "import torch, torch.distributed.utils as u, torch.nn.init as i\n"
@@ -96,7 +97,7 @@ def test_overlay_of_torch(marked: Contribution) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [f"{built.path}/torch/__init__.py", *["patched"] * 3]
     # The bytecode of the patched files went into the overlay, and none anywhere else.
-    assert list((built.path / "torch/__pycache__").glob("_utils.*.pyc"))
+    assert list((folder(built) / "torch/__pycache__").glob("_utils.*.pyc"))
     assert snapshot() == before
 
 
