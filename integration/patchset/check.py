@@ -1,6 +1,7 @@
 """Prove, for the whole repository, that every patch stands alone and all stand together."""
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -125,15 +126,17 @@ def _applies(
     mine = {c.name for c in contributions}
     sets = {c.name: [r for r in closures[c.name] if r.name in mine] for c in contributions}
     findings = []
-    alone = {}
+    alone = set()
     for contribution in contributions:
-        state, failed = scratch.apply(pristine, sets[contribution.name])
+        _, failed = scratch.apply(pristine, sets[contribution.name])
         findings += failed
         if not failed:
-            alone[contribution.name] = state
-    for left, right in combinations((c for c in contributions if c.name in alone), 2):
-        findings += _pair(left, right, sets, pristine)
+            alone.add(contribution.name)
     everything = [c for c in contributions if c.name in alone]
+    with ThreadPoolExecutor() as threads:  # each pair waits for git, not for Python
+        pairs = combinations(everything, 2)
+        for found in threads.map(lambda p: _pair(p[0], p[1], sets, pristine), pairs):
+            findings += found
     state, failed = scratch.apply(pristine, everything)
     findings += failed
     if not failed:

@@ -210,6 +210,7 @@ def isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (home / ".gitconfig").write_text(
         "[diff]\n\talgorithm = patience\n\tnoprefix = true\n\tcontext = 7\n"
         "[core]\n\tautocrlf = true\n[format]\n\tsignature = mine\n"
+        '\theaders = "X-Mine: yes\\n"\n'
         "[commit]\n\tgpgSign = true\n[apply]\n\twhitespace = fix\n"
     )
     monkeypatch.setenv("HOME", str(home))

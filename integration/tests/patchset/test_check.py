@@ -34,6 +34,16 @@ def test_subject_and_text_beyond_ascii_round_trip(house: House) -> None:
     assert house.get("one").subject == ("[fake] Größer ✓ " * 6).strip()
 
 
+def test_the_users_git_configuration_changes_nothing(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GIT_CONFIG_GLOBAL")
+    monkeypatch.setenv("GIT_DIR", "/nowhere")  # as a hook of another repository has it
+    data = house.add("one", {"fakebase/core.py": line(20, "one")})
+    assert b"X-Mine" not in data
+    assert house.check() == []
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -15,7 +15,7 @@ from expecttest import assert_expected_inline
 from integration import paths
 from integration.errors import UserError
 from integration.patchset import overlay
-from integration.tests.patchset.conftest import PRISTINE, House, folder, line, tree
+from integration.tests.patchset.conftest import PRISTINE, House, folder, line, tree, user_git
 
 
 def imported(house: House, built: overlay.Overlay, expression: str, **extra: str) -> str:
@@ -237,6 +237,14 @@ def test_built_from_inside_an_overlay(house: House) -> None:
     setting = f"__import__('integration.paths').paths.__setattr__('REPO', {root})"
     inside = imported(house, overlay.build(["one"]), f"({setting}, {code})[1]")
     assert inside == str(overlay.build(["two"]).path)
+
+
+def test_a_cache_inside_a_repository(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`git apply` below the root of a repository skips every path without a word."""
+    user_git(house.root, "init", "-q")
+    monkeypatch.setenv("INTEGRATION_CACHE", str(house.root / ".cache"))
+    house.add("one", {"fakebase/core.py": line(3, "one")})
+    assert (folder(overlay.build()) / "fakebase/core.py").read_text() == line(3, "one")
 
 
 _BUILD = """
