@@ -100,7 +100,13 @@ def take_off(
     pins = _pins_of(checkout, chosen if names is not None else contributions)
     state = _look(checkout, pins, contributions)
     mine = [c for c in chosen if c.upstream in pins]
-    said = [f"{c.name}: not applied" for c in mine if c.name not in state.applied]
+    said = [
+        f"{c.name}: not there as it is stored; take a merged one off with git"
+        if state.changed([c])
+        else f"{c.name}: not applied"
+        for c in mine
+        if c.name not in state.applied
+    ]
     todo = [c for c in mine if c.name in state.applied]
     if not todo:
         return said

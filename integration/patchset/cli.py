@@ -23,6 +23,8 @@ Names = Annotated[
 @patches.command("list")
 def list_patches() -> None:
     """Show every contribution: status, size, what it requires, tests and evidence."""
+    import sys
+
     from rich.console import Console
     from rich.table import Table
 
@@ -30,7 +32,7 @@ def list_patches() -> None:
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("name", "upstream", "status", "files", "lines", "requires", "tests", "evidence"):
-        table.add_column(column, no_wrap=column == "name")
+        table.add_column(column, overflow="fold", no_wrap=column in ("name", "lines"))
     contributions = repository.load()
     for c in contributions:
         table.add_row(
@@ -40,10 +42,11 @@ def list_patches() -> None:
             str(len(c.files)),
             f"+{c.added} -{c.removed}",
             ", ".join(c.requires) or "-",
-            ", ".join(file for file, _ in c.tests) or "-",
+            " ".join(file for file, _ in c.tests) or "-",
             _evidence(c),
         )
-    Console(soft_wrap=not Console().is_terminal).print(table)
+    # Into a file or a pipe, a row stays one line, whatever the width of a terminal would be.
+    Console(width=None if sys.stdout.isatty() else 1000).print(table)
     if not contributions:
         print("no contributions yet: `integration patches new NAME --upstream pytorch|torchtitan`")
 

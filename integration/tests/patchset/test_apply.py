@@ -104,6 +104,17 @@ def test_reverse_of_a_required_patch_is_refused(checkout: Path) -> None:
     assert tree(checkout) == before
 
 
+def test_reverse_does_not_guess_at_a_merge(checkout: Path) -> None:
+    (checkout / CORE).write_text(line(27, "newer"))
+    user_git(checkout, "commit", "-qam", "newer")
+    apply(checkout, ["two"], three_way=True)
+    before = tree(checkout)
+    assert take_off(checkout, ["two"]) == [
+        "two: not there as it is stored; take a merged one off with git"
+    ]
+    assert tree(checkout) == before
+
+
 def test_a_folder_without_git_will_do(full: House, tmp_path: Path) -> None:
     folder = tmp_path / "plain"
     (folder / "fakebase/other").mkdir(parents=True)
