@@ -4,6 +4,7 @@
 a closed status vocabulary: 1,027 of 1,027 have one.)
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
@@ -47,6 +48,7 @@ def lint(
         findings += _trailers(contribution)
         findings += _requires(contribution, contributions, order, names)
         findings += _tests(contribution)
+        findings += _evidence(contribution)
         findings += _paths(contribution, pins[contribution.upstream])
     return findings
 
@@ -181,6 +183,25 @@ def _tests(contribution: Contribution) -> Iterator[Finding]:
                     verdict="not upstreamable",
                     next="import the patched package alone",
                 )
+
+
+def _evidence(contribution: Contribution) -> Iterator[Finding]:
+    """Evidence counts only for the patch that it was measured on."""
+    for file in sorted((contribution.folder / "evidence").glob("*.json")):
+        try:
+            measured = json.loads(file.read_text(encoding="utf-8"))["patch_sha256"]
+        except (ValueError, KeyError, TypeError) as error:
+            measured = f"none ({error!r})"
+        if measured != contribution.sha256:
+            yield Finding(
+                patch=contribution.name,
+                file=f"{contribution.upstream}_contrib/{contribution.name}/evidence/{file.name}",
+                line=None,
+                expected=f"patch_sha256 {contribution.sha256}, the stored patch's",
+                found=measured,
+                verdict="stale evidence",
+                next="measure again, by the `command` in the file, or delete it",
+            )
 
 
 def _paths(contribution: Contribution, pin: Pin) -> Iterator[Finding]:

@@ -1,8 +1,11 @@
 """Every header field is checked; each row breaks one and names the verdict."""
 
+import json
+
 import pytest
 from expecttest import assert_expected_inline
 
+from integration.patchset.pins import sha256
 from integration.tests.patchset.conftest import MESSAGE, House, line
 
 GOOD = MESSAGE.format(name="one", subject="[fake] Change one", status="pending", requires="")
@@ -119,3 +122,21 @@ def test_a_path_outside_the_package(house: House) -> None:
     house.add("one", {"fakebase/core.py": line(3, "one"), "setup.py": "x = 1\n"})
     (finding,) = house.check()
     assert (finding.verdict, finding.found) == ("outside the package", "setup.py")
+
+
+def test_evidence_counts_for_the_patch_it_was_measured_on(house: House) -> None:
+    data = house.add("one", {"fakebase/core.py": line(3, "one")})
+    evidence = house.root / "pytorch_contrib" / "one" / "evidence"
+    evidence.mkdir()
+    fresh = {"patch_sha256": sha256(data), "milliseconds": 3}
+    (evidence / "bench.json").write_text(json.dumps(fresh))
+    assert house.check() == []
+    (evidence / "older.json").write_text(json.dumps({"patch_sha256": "0" * 64}))
+    (evidence / "unbound.json").write_text("{}")
+    (evidence / "broken.json").write_text("{")
+    stale = [f for f in house.check() if f.verdict == "stale evidence"]
+    assert [f.file.rpartition("/")[2] for f in stale] == [
+        "broken.json",
+        "older.json",
+        "unbound.json",
+    ]
