@@ -49,11 +49,9 @@ class TestDevice(unittest.TestCase):
                 self.assertEqual(utils.get_device_info(), expected)
 
     def _local_device(self, device_type, device_module, local_rank):
-        with (
-            mock.patch.object(utils, "device_type", device_type),
-            mock.patch.object(utils, "device_module", device_module),
-            mock.patch.dict(os.environ, {"LOCAL_RANK": local_rank}),
-        ):
+        with mock.patch.object(utils, "device_type", device_type), mock.patch.object(
+            utils, "device_module", device_module
+        ), mock.patch.dict(os.environ, {"LOCAL_RANK": local_rank}):
             return utils.get_local_device()
 
     def test_all_local_ranks_share_the_cpu(self):
@@ -80,9 +78,8 @@ class TestMemoryMonitor(unittest.TestCase):
     """The memory columns of the step log."""
 
     def _build(self, device_type, device_module):
-        with (
-            mock.patch.object(metrics, "device_type", device_type),
-            mock.patch.object(metrics, "device_module", device_module),
+        with mock.patch.object(metrics, "device_type", device_type), mock.patch.object(
+            metrics, "device_module", device_module
         ):
             monitor = metrics.build_device_memory_monitor()
             monitor.reset_peak_stats()
@@ -136,11 +133,9 @@ class TestMemoryMonitor(unittest.TestCase):
         with mock.patch.object(utils.subprocess, "run") as lspci:
             peak = utils.get_peak_flops("CPU x86_64")
         lspci.assert_not_called()
-        with (
-            mock.patch.object(metrics, "device_type", "cpu"),
-            mock.patch.object(metrics, "device_module", torch.cpu),
-            tempfile.TemporaryDirectory() as folder,
-        ):
+        with mock.patch.object(metrics, "device_type", "cpu"), mock.patch.object(
+            metrics, "device_module", torch.cpu
+        ), tempfile.TemporaryDirectory() as folder:
             processor = metrics.MetricsProcessor.Config(disable_color_printing=True).build(
                 parallel_dims=mock.Mock(non_data_parallel_size=1, pp_enabled=False),
                 dump_folder=folder,
@@ -293,9 +288,8 @@ class TestEagerAttentionMask(unittest.TestCase):
         def causal(b, h, q_idx, kv_idx):
             return q_idx >= kv_idx
 
-        with (
-            mock.patch.object(attention, "device_type", device_type),
-            mock.patch.object(attention, "_compiled_create_block_mask", compiled),
+        with mock.patch.object(attention, "device_type", device_type), mock.patch.object(
+            attention, "_compiled_create_block_mask", compiled
         ):
             return attention.create_attention_mask(
                 causal, 1, None, 256, 256, device="cpu", BLOCK_SIZE=64
@@ -331,11 +325,10 @@ class TestDistributedSetup(unittest.TestCase):
     def _backend(self, device_type, enable_cpu_backend):
         multithreading = torch._C._is_multithreading_enabled()
         self.addCleanup(torch.autograd.set_multithreading_enabled, multithreading)
-        with (
-            mock.patch.object(dist_utils, "device_type", device_type),
-            mock.patch.dict(os.environ),
-            mock.patch.object(torch.distributed, "init_process_group") as init,
-            mock.patch.object(torch.distributed, "get_world_size"),
+        with mock.patch.object(dist_utils, "device_type", device_type), mock.patch.dict(
+            os.environ
+        ), mock.patch.object(torch.distributed, "init_process_group") as init, mock.patch.object(
+            torch.distributed, "get_world_size"
         ):
             dist_utils.init_distributed(CommConfig(trace_buf_size=0), enable_cpu_backend)
         return init.call_args.kwargs["backend"]
@@ -349,11 +342,10 @@ class TestDistributedSetup(unittest.TestCase):
     def _barrier_device_ids(self, device_type, device_module):
         parallel_dims = mock.Mock()
         parallel_dims.get_all_one_dimensional_meshes.return_value = {}
-        with (
-            mock.patch.object(dist_utils, "device_type", device_type),
-            mock.patch.object(dist_utils, "device_module", device_module),
-            mock.patch.object(torch.distributed, "barrier") as barrier,
-            mock.patch.object(torch.distributed, "set_timeout"),
+        with mock.patch.object(dist_utils, "device_type", device_type), mock.patch.object(
+            dist_utils, "device_module", device_module
+        ), mock.patch.object(torch.distributed, "barrier") as barrier, mock.patch.object(
+            torch.distributed, "set_timeout"
         ):
             dist_utils.set_pg_timeouts(mock.Mock(), parallel_dims)
         return barrier.call_args.kwargs["device_ids"]
@@ -369,9 +361,8 @@ class TestDistributedSetup(unittest.TestCase):
         for device_type, forced in (("cpu", 1), ("cuda", 0)):
             module = mock.Mock()
             model = mock.Mock(modules=lambda: [module])
-            with (
-                mock.patch.object(fsdp, "FSDPModule", mock.Mock),
-                mock.patch.object(fsdp, "device_type", device_type),
+            with mock.patch.object(fsdp, "FSDPModule", mock.Mock), mock.patch.object(
+                fsdp, "device_type", device_type
             ):
                 fsdp.disable_fsdp_gradient_division(model)
             module.set_gradient_divide_factor.assert_called_once_with(1.0)
@@ -384,10 +375,9 @@ class TestDistributedSetup(unittest.TestCase):
         model.tok_embeddings, model.norm, model.lm_head = None, None, None
         model.layers = nn.ModuleDict({"0": nn.Linear(2, 2)})
         for available in (False, True):
-            with (
-                mock.patch.object(torch.accelerator, "is_available", return_value=available),
-                mock.patch.object(fsdp, "fully_shard") as fully_shard,
-            ):
+            with mock.patch.object(
+                torch.accelerator, "is_available", return_value=available
+            ), mock.patch.object(fsdp, "fully_shard") as fully_shard:
                 fsdp.apply_fsdp_to_decoder(
                     model,
                     dp_mesh=mock.Mock(mesh_dim_names=()),
@@ -414,10 +404,10 @@ class TestFluxOffload(unittest.TestCase):
         encoder.encoder = nn.Module()
         encoder.encoder.block = nn.ModuleList([nn.Linear(2, 2)])
         for available in (False, True):
-            with (
-                mock.patch.object(torch.accelerator, "is_available", return_value=available),
-                mock.patch.object(flux, "fully_shard") as fully_shard,
-                mock.patch.object(flux, "disable_fsdp_gradient_division"),
+            with mock.patch.object(
+                torch.accelerator, "is_available", return_value=available
+            ), mock.patch.object(flux, "fully_shard") as fully_shard, mock.patch.object(
+                flux, "disable_fsdp_gradient_division"
             ):
                 flux.apply_fsdp(
                     mock.Mock(double_blocks=[mock.Mock()], single_blocks=[]),
@@ -440,9 +430,8 @@ class TestFluxOffload(unittest.TestCase):
 class TestMemorySnapshot(unittest.TestCase):
     def _build(self, device_module, folder):
         config = profiler.Profiler.Config(enable_memory_snapshot=True)
-        with (
-            mock.patch.object(profiler, "device_module", device_module),
-            mock.patch.object(torch.distributed, "get_rank", return_value=0),
+        with mock.patch.object(profiler, "device_module", device_module), mock.patch.object(
+            torch.distributed, "get_rank", return_value=0
         ):
             return profiler.Profiler.build_memory_profiler(
                 SimpleNamespace(_config=config),

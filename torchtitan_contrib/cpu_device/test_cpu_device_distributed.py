@@ -145,6 +145,7 @@ class TestTraining(MultiProcContinuousTest):
     def test_dispatch_with_even_splits(self):
         self._check_dispatch([[[0, 2], [4, 1], [3, 5]]] * 3)
 
+
     def _check_gradients(self, **kwargs):
         """FSDP's gradients are the sum over ranks, undivided."""
         torch.manual_seed(0)
@@ -201,9 +202,8 @@ class TestInitDistributed(MultiProcessTestCase):
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": store.get(key).decode(),
         }
-        with (
-            mock.patch.dict(os.environ, env),
-            mock.patch.multiple(dist_utils, device_type="cpu", device_module=torch.cpu),
+        with mock.patch.dict(os.environ, env), mock.patch.multiple(
+            dist_utils, device_type="cpu", device_module=torch.cpu
         ):
             world_size = dist_utils.init_distributed(
                 CommConfig(trace_buf_size=0), enable_cpu_backend=enable_cpu_backend
