@@ -26,7 +26,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
-
 from torchtitan.components import metrics
 from torchtitan.config import CommConfig, TrainingConfig
 from torchtitan.distributed import fsdp, utils as dist_utils
@@ -45,13 +44,17 @@ class TestDevice(unittest.TestCase):
             ("cuda", ("cuda", torch.cuda)),
             ("xpu", ("xpu", torch.xpu)),
         ):
-            with mock.patch.object(utils, "_get_available_device_type", lambda: available):
+            with mock.patch.object(
+                utils, "_get_available_device_type", return_value=available
+            ):
                 self.assertEqual(utils.get_device_info(), expected)
 
     def _local_device(self, device_type, device_module, local_rank):
-        with mock.patch.object(utils, "device_type", device_type), mock.patch.object(
-            utils, "device_module", device_module
-        ), mock.patch.dict(os.environ, {"LOCAL_RANK": local_rank}):
+        with (
+            mock.patch.object(utils, "device_type", device_type),
+            mock.patch.object(utils, "device_module", device_module),
+            mock.patch.dict(os.environ, {"LOCAL_RANK": local_rank}),
+        ):
             return utils.get_local_device()
 
     def test_all_local_ranks_share_the_cpu(self):
@@ -70,16 +73,21 @@ class TestDevice(unittest.TestCase):
         def cuda(count):
             return SimpleNamespace(device_count=lambda: count)
 
-        self.assertEqual(self._local_device("cuda", cuda(8), "3"), torch.device("cuda:3"))
-        self.assertEqual(self._local_device("cuda", cuda(1), "3"), torch.device("cuda:0"))
+        self.assertEqual(
+            self._local_device("cuda", cuda(8), "3"), torch.device("cuda:3")
+        )
+        self.assertEqual(
+            self._local_device("cuda", cuda(1), "3"), torch.device("cuda:0")
+        )
 
 
 class TestMemoryMonitor(unittest.TestCase):
     """The memory columns of the step log."""
 
     def _build(self, device_type, device_module):
-        with mock.patch.object(metrics, "device_type", device_type), mock.patch.object(
-            metrics, "device_module", device_module
+        with (
+            mock.patch.object(metrics, "device_type", device_type),
+            mock.patch.object(metrics, "device_module", device_module),
         ):
             monitor = metrics.build_device_memory_monitor()
             monitor.reset_peak_stats()
@@ -102,7 +110,8 @@ class TestMemoryMonitor(unittest.TestCase):
         grown = after.max_reserved_gib - before.max_reserved_gib
         self.assertAlmostEqual(grown, 0.25, delta=0.05)
         self.assertAlmostEqual(
-            after.max_reserved_pct, 100 * after.max_reserved_gib / monitor.device_capacity_gib
+            after.max_reserved_pct,
+            100 * after.max_reserved_gib / monitor.device_capacity_gib,
         )
         self.assertEqual(after.max_active_gib, after.max_reserved_gib)
         self.assertEqual((after.num_alloc_retries, after.num_ooms), (0, 0))
@@ -133,10 +142,14 @@ class TestMemoryMonitor(unittest.TestCase):
         with mock.patch.object(utils.subprocess, "run") as lspci:
             peak = utils.get_peak_flops("CPU x86_64")
         lspci.assert_not_called()
-        with mock.patch.object(metrics, "device_type", "cpu"), mock.patch.object(
-            metrics, "device_module", torch.cpu
-        ), tempfile.TemporaryDirectory() as folder:
-            processor = metrics.MetricsProcessor.Config(disable_color_printing=True).build(
+        with (
+            mock.patch.object(metrics, "device_type", "cpu"),
+            mock.patch.object(metrics, "device_module", torch.cpu),
+            tempfile.TemporaryDirectory() as folder,
+        ):
+            processor = metrics.MetricsProcessor.Config(
+                disable_color_printing=True
+            ).build(
                 parallel_dims=mock.Mock(non_data_parallel_size=1, pp_enabled=False),
                 dump_folder=folder,
                 pp_schedule="",
@@ -152,7 +165,9 @@ class TestMemoryMonitor(unittest.TestCase):
         self.assertNotIn("mfu(%)", processor.logger.log.call_args.args[0])
 
     def test_peak_flops_of_accelerators_is_unchanged(self):
-        no_lspci = mock.patch.object(utils.subprocess, "run", side_effect=FileNotFoundError)
+        no_lspci = mock.patch.object(
+            utils.subprocess, "run", side_effect=FileNotFoundError
+        )
         with no_lspci:
             self.assertEqual(utils.get_peak_flops("NVIDIA H100 80GB HBM3"), 989e12)
             self.assertEqual(utils.get_peak_flops("unheard of"), 312e12)
@@ -179,13 +194,17 @@ class TestHostMemory(unittest.TestCase):
         return self.host_memory.get_memory_limit(self.proc, self.cgroup)
 
     def test_peak_is_in_bytes(self):
-        self._write(self.proc / "status", "VmPeak:\t  999 kB\nVmHWM:\t    7 kB\nVmRSS:\t 5 kB\n")
+        self._write(
+            self.proc / "status", "VmPeak:\t  999 kB\nVmHWM:\t    7 kB\nVmRSS:\t 5 kB\n"
+        )
         self.assertEqual(self.host_memory.get_peak_resident_set(self.proc), 7 * 1024)
 
     def test_peak_without_procfs(self):
         for platform, unit in (("linux", 1024), ("darwin", 1)):
             usage = mock.Mock(ru_maxrss=7)
-            with mock.patch.object(self.host_memory.resource, "getrusage", return_value=usage):
+            with mock.patch.object(
+                self.host_memory.resource, "getrusage", return_value=usage
+            ):
                 with mock.patch.object(self.host_memory.sys, "platform", platform):
                     peak = self.host_memory.get_peak_resident_set(self.proc)
             self.assertEqual(peak, 7 * unit)
@@ -288,8 +307,9 @@ class TestEagerAttentionMask(unittest.TestCase):
         def causal(b, h, q_idx, kv_idx):
             return q_idx >= kv_idx
 
-        with mock.patch.object(attention, "device_type", device_type), mock.patch.object(
-            attention, "_compiled_create_block_mask", compiled
+        with (
+            mock.patch.object(attention, "device_type", device_type),
+            mock.patch.object(attention, "_compiled_create_block_mask", compiled),
         ):
             return attention.create_attention_mask(
                 causal, 1, None, 256, 256, device="cpu", BLOCK_SIZE=64
@@ -312,7 +332,9 @@ class TestEagerAttentionMask(unittest.TestCase):
     def test_vision_encoder(self):
         def compiled_create_block_mask(device_type):
             with mock.patch.object(utils, "device_type", device_type):
-                return runpy.run_path(vision_encoder.__file__)["compiled_create_block_mask"]
+                return runpy.run_path(vision_encoder.__file__)[
+                    "compiled_create_block_mask"
+                ]
 
         self.assertIs(compiled_create_block_mask("cpu"), create_block_mask)
         compiled = compiled_create_block_mask("cuda")
@@ -325,12 +347,15 @@ class TestDistributedSetup(unittest.TestCase):
     def _backend(self, device_type, enable_cpu_backend):
         multithreading = torch._C._is_multithreading_enabled()
         self.addCleanup(torch.autograd.set_multithreading_enabled, multithreading)
-        with mock.patch.object(dist_utils, "device_type", device_type), mock.patch.dict(
-            os.environ
-        ), mock.patch.object(torch.distributed, "init_process_group") as init, mock.patch.object(
-            torch.distributed, "get_world_size"
+        with (
+            mock.patch.object(dist_utils, "device_type", device_type),
+            mock.patch.dict(os.environ),
+            mock.patch.object(torch.distributed, "init_process_group") as init,
+            mock.patch.object(torch.distributed, "get_world_size"),
         ):
-            dist_utils.init_distributed(CommConfig(trace_buf_size=0), enable_cpu_backend)
+            dist_utils.init_distributed(
+                CommConfig(trace_buf_size=0), enable_cpu_backend
+            )
         return init.call_args.kwargs["backend"]
 
     def test_backend(self):
@@ -342,10 +367,11 @@ class TestDistributedSetup(unittest.TestCase):
     def _barrier_device_ids(self, device_type, device_module):
         parallel_dims = mock.Mock()
         parallel_dims.get_all_one_dimensional_meshes.return_value = {}
-        with mock.patch.object(dist_utils, "device_type", device_type), mock.patch.object(
-            dist_utils, "device_module", device_module
-        ), mock.patch.object(torch.distributed, "barrier") as barrier, mock.patch.object(
-            torch.distributed, "set_timeout"
+        with (
+            mock.patch.object(dist_utils, "device_type", device_type),
+            mock.patch.object(dist_utils, "device_module", device_module),
+            mock.patch.object(torch.distributed, "barrier") as barrier,
+            mock.patch.object(torch.distributed, "set_timeout"),
         ):
             dist_utils.set_pg_timeouts(mock.Mock(), parallel_dims)
         return barrier.call_args.kwargs["device_ids"]
@@ -360,9 +386,10 @@ class TestDistributedSetup(unittest.TestCase):
     def test_sum_reduction_is_forced_on_cpu_only(self):
         for device_type, forced in (("cpu", 1), ("cuda", 0)):
             module = mock.Mock()
-            model = mock.Mock(modules=lambda: [module])
-            with mock.patch.object(fsdp, "FSDPModule", mock.Mock), mock.patch.object(
-                fsdp, "device_type", device_type
+            model = mock.Mock(**{"modules.return_value": [module]})
+            with (
+                mock.patch.object(fsdp, "FSDPModule", mock.Mock),
+                mock.patch.object(fsdp, "device_type", device_type),
             ):
                 fsdp.disable_fsdp_gradient_division(model)
             module.set_gradient_divide_factor.assert_called_once_with(1.0)
@@ -375,9 +402,12 @@ class TestDistributedSetup(unittest.TestCase):
         model.tok_embeddings, model.norm, model.lm_head = None, None, None
         model.layers = nn.ModuleDict({"0": nn.Linear(2, 2)})
         for available in (False, True):
-            with mock.patch.object(
-                torch.accelerator, "is_available", return_value=available
-            ), mock.patch.object(fsdp, "fully_shard") as fully_shard:
+            with (
+                mock.patch.object(
+                    torch.accelerator, "is_available", return_value=available
+                ),
+                mock.patch.object(fsdp, "fully_shard") as fully_shard,
+            ):
                 fsdp.apply_fsdp_to_decoder(
                     model,
                     dp_mesh=mock.Mock(mesh_dim_names=()),
@@ -386,7 +416,10 @@ class TestDistributedSetup(unittest.TestCase):
                     pp_enabled=False,
                     cpu_offload=True,
                 )
-            policies = {call.kwargs["offload_policy"].pin_memory for call in fully_shard.mock_calls}
+            policies = {
+                call.kwargs["offload_policy"].pin_memory
+                for call in fully_shard.mock_calls
+            }
             self.assertEqual(policies, {available})
 
 
@@ -394,7 +427,9 @@ class TestFluxOffload(unittest.TestCase):
     """Flux, which calls fully_shard itself."""
 
     def _pin_memory(self, fully_shard) -> set[bool]:
-        return {call.kwargs["offload_policy"].pin_memory for call in fully_shard.mock_calls}
+        return {
+            call.kwargs["offload_policy"].pin_memory for call in fully_shard.mock_calls
+        }
 
     def test_offload_pins_for_an_accelerator_only(self):
         # transformers is not needed to shard.
@@ -404,10 +439,12 @@ class TestFluxOffload(unittest.TestCase):
         encoder.encoder = nn.Module()
         encoder.encoder.block = nn.ModuleList([nn.Linear(2, 2)])
         for available in (False, True):
-            with mock.patch.object(
-                torch.accelerator, "is_available", return_value=available
-            ), mock.patch.object(flux, "fully_shard") as fully_shard, mock.patch.object(
-                flux, "disable_fsdp_gradient_division"
+            with (
+                mock.patch.object(
+                    torch.accelerator, "is_available", return_value=available
+                ),
+                mock.patch.object(flux, "fully_shard") as fully_shard,
+                mock.patch.object(flux, "disable_fsdp_gradient_division"),
             ):
                 flux.apply_fsdp(
                     mock.Mock(double_blocks=[mock.Mock()], single_blocks=[]),
@@ -430,8 +467,9 @@ class TestFluxOffload(unittest.TestCase):
 class TestMemorySnapshot(unittest.TestCase):
     def _build(self, device_module, folder):
         config = profiler.Profiler.Config(enable_memory_snapshot=True)
-        with mock.patch.object(profiler, "device_module", device_module), mock.patch.object(
-            torch.distributed, "get_rank", return_value=0
+        with (
+            mock.patch.object(profiler, "device_module", device_module),
+            mock.patch.object(torch.distributed, "get_rank", return_value=0),
         ):
             return profiler.Profiler.build_memory_profiler(
                 SimpleNamespace(_config=config),

@@ -20,7 +20,6 @@ from torch.testing._internal.common_distributed import (
     MultiProcessTestCase,
 )
 from torch.testing._internal.common_utils import find_free_port
-
 from torchtitan.config import CommConfig
 from torchtitan.distributed import fsdp, utils as dist_utils
 from torchtitan.distributed.spmd_types import set_current_spmd_mesh, set_spmd_meshes
@@ -89,12 +88,18 @@ class TestTraining(MultiProcContinuousTest):
         scales_ED = torch.arange(1.0, 1.0 + num_experts * DIM).view(num_experts, DIM)
 
         # The reference: a rank is a batch.
-        reference = LocalTokenDispatcher.Config(num_experts=num_experts, top_k=2).build()
+        reference = LocalTokenDispatcher.Config(
+            num_experts=num_experts, top_k=2
+        ).build()
         expected_scales_ED = scales_ED.clone().requires_grad_()
         expected = []
         for rank, expert_ids in enumerate(expert_ids_per_rank):
-            x_TD, scores_TK, ids_TK, counts_E = _make_tokens(rank, expert_ids, num_experts)
-            routed_RD, counts, metadata = reference.dispatch(x_TD, scores_TK, ids_TK, counts_E)
+            x_TD, scores_TK, ids_TK, counts_E = _make_tokens(
+                rank, expert_ids, num_experts
+            )
+            routed_RD, counts, metadata = reference.dispatch(
+                x_TD, scores_TK, ids_TK, counts_E
+            )
             routed_RD = _run_experts(routed_RD, counts, expected_scales_ED)
             out_TD = reference.combine(routed_RD, metadata, x_TD)
             out_TD.square().sum().backward()
@@ -102,7 +107,9 @@ class TestTraining(MultiProcContinuousTest):
 
         mesh = init_device_mesh("cpu", (self.world_size,), mesh_dim_names=("ep",))
         set_spmd_meshes(dense_mesh=mesh, sparse_mesh=mesh)
-        dispatcher = AllToAllTokenDispatcher.Config(num_experts=num_experts, top_k=2).build()
+        dispatcher = AllToAllTokenDispatcher.Config(
+            num_experts=num_experts, top_k=2
+        ).build()
         dispatcher.wire_meshes(ep_mesh=mesh)
         local = slice(2 * self.rank, 2 * self.rank + 2)
         scales_eD = scales_ED[local].clone().requires_grad_()
@@ -111,7 +118,9 @@ class TestTraining(MultiProcContinuousTest):
         )
         self.assertEqual(dist_utils.get_spmd_backend(), "spmd_types")
         with set_current_spmd_mesh(mesh):
-            routed_RD, counts, metadata = dispatcher.dispatch(x_TD, scores_TK, ids_TK, counts_E)
+            routed_RD, counts, metadata = dispatcher.dispatch(
+                x_TD, scores_TK, ids_TK, counts_E
+            )
             routed_RD = _run_experts(routed_RD, counts, scales_eD)
             out_TD = dispatcher.combine(routed_RD, metadata, x_TD)
             out_TD.square().sum().backward()
@@ -145,7 +154,6 @@ class TestTraining(MultiProcContinuousTest):
     def test_dispatch_with_even_splits(self):
         self._check_dispatch([[[0, 2], [4, 1], [3, 5]]] * 3)
 
-
     def _check_gradients(self, **kwargs):
         """FSDP's gradients are the sum over ranks, undivided."""
         torch.manual_seed(0)
@@ -155,7 +163,9 @@ class TestTraining(MultiProcContinuousTest):
         with mock.patch.object(fsdp, "device_type", "cpu"):
             fsdp.apply_fsdp_to_decoder(
                 model,
-                dp_mesh=init_device_mesh("cpu", (self.world_size,), mesh_dim_names=("fsdp",)),
+                dp_mesh=init_device_mesh(
+                    "cpu", (self.world_size,), mesh_dim_names=("fsdp",)
+                ),
                 param_dtype=torch.float32,
                 reduce_dtype=torch.float32,
                 pp_enabled=False,
@@ -167,7 +177,9 @@ class TestTraining(MultiProcContinuousTest):
         for (name, expected), param in zip(
             reference.named_parameters(), model.parameters(), strict=True
         ):
-            torch.testing.assert_close(param.grad.full_tensor(), expected.grad, msg=name)
+            torch.testing.assert_close(
+                param.grad.full_tensor(), expected.grad, msg=name
+            )
         return model
 
     def test_fsdp_gradients(self):
@@ -202,8 +214,9 @@ class TestInitDistributed(MultiProcessTestCase):
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": store.get(key).decode(),
         }
-        with mock.patch.dict(os.environ, env), mock.patch.multiple(
-            dist_utils, device_type="cpu", device_module=torch.cpu
+        with (
+            mock.patch.dict(os.environ, env),
+            mock.patch.multiple(dist_utils, device_type="cpu", device_module=torch.cpu),
         ):
             world_size = dist_utils.init_distributed(
                 CommConfig(trace_buf_size=0), enable_cpu_backend=enable_cpu_backend

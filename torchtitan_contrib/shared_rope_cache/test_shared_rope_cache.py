@@ -10,15 +10,17 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import importlib.util
+import sys
 import threading
 import unittest
+from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-
 from torchtitan.config import ParallelismConfig
 from torchtitan.distributed import parallel_dims as parallel_dims_module
 from torchtitan.distributed.parallel_dims import ParallelDims
@@ -27,13 +29,26 @@ from torchtitan.models.common import Embedding, Linear, RMSNorm
 from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE, RoPE
 from torchtitan.models.qwen3 import _build_qwen3_layers
 from torchtitan.models.qwen3.model import Qwen3Model
-from torchtitan.models.qwen3_5.rope import MRoPE
 
+
+def _load_qwen3_5_rope():
+    """Load MRoPE's module alone: its package needs flash-linear-attention."""
+    package = importlib.util.find_spec("torchtitan.models.qwen3_5")
+    path = Path(package.submodule_search_locations[0]) / "rope.py"
+    spec = importlib.util.spec_from_file_location("_qwen3_5_rope", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+MRoPE = _load_qwen3_5_rope().MRoPE
 NUM_LAYERS = 4
 ROPE = CosSinRoPE.Config(dim=16, max_seq_len=32)
 
 
-def _build_config(rope: RoPE.Config = ROPE, num_layers: int = NUM_LAYERS) -> Qwen3Model.Config:
+def _build_config(
+    rope: RoPE.Config = ROPE, num_layers: int = NUM_LAYERS
+) -> Qwen3Model.Config:
     dim, vocab_size = 8, 20
     init = {"weight": torch.nn.init.normal_}
     config = Qwen3Model.Config(
@@ -43,7 +58,9 @@ def _build_config(rope: RoPE.Config = ROPE, num_layers: int = NUM_LAYERS) -> Qwe
         tok_embeddings=Embedding.Config(
             num_embeddings=vocab_size, embedding_dim=dim, param_init=init
         ),
-        lm_head=Linear.Config(in_features=dim, out_features=vocab_size, param_init=init),
+        lm_head=Linear.Config(
+            in_features=dim, out_features=vocab_size, param_init=init
+        ),
         layers=_build_qwen3_layers(
             fuse_qkv=False,
             n_layers=num_layers,
@@ -150,7 +167,9 @@ class TestSharing(unittest.TestCase):
         model = _build_config().build()
         clone = copy.deepcopy(model)
         self._assert_shared(clone)
-        self.assertTrue(_storages(_ropes(clone)).keys().isdisjoint(_storages(_ropes(model))))
+        self.assertTrue(
+            _storages(_ropes(clone)).keys().isdisjoint(_storages(_ropes(model)))
+        )
 
     def test_moved(self):
         model = _build_config().build()
@@ -284,7 +303,8 @@ class TestNotMerged(unittest.TestCase):
                 ropes += [config.build(), config.build()]
         self.assertEqual(len(_storages(ropes)), 3)
         self.assertEqual(
-            [rope.cache.device.type for rope in ropes], ["cpu"] * 2 + ["meta"] * 2 + ["cpu"] * 2
+            [rope.cache.device.type for rope in ropes],
+            ["cpu"] * 2 + ["meta"] * 2 + ["cpu"] * 2,
         )
 
     def test_models(self):
@@ -313,7 +333,9 @@ class TestNumerics(unittest.TestCase):
             if unshare:
                 for module in _ropes(shared):
                     module.cache = module._precompute_cache()
-            self.assertEqual(len(_storages(_ropes(shared))), NUM_LAYERS if unshare else 1)
+            self.assertEqual(
+                len(_storages(_ropes(shared))), NUM_LAYERS if unshare else 1
+            )
             torch.manual_seed(0)
             h = torch.randn(2, 8, 2, rope.dim, requires_grad=True)
             positions = torch.arange(8).flip(0).repeat(2, 1)
@@ -336,7 +358,9 @@ class TestNumerics(unittest.TestCase):
         """A compiled layer guards on what the cache is, not on whose it is."""
         torch._dynamo.reset()
         counter = torch._dynamo.testing.CompileCounter()
-        compiled = torch.compile(lambda rope, q: rope(q, q)[0], backend=counter, fullgraph=True)
+        compiled = torch.compile(
+            lambda rope, q: rope(q, q)[0], backend=counter, fullgraph=True
+        )
         q = torch.randn(2, 8, 2, 16)
         for rope in _ropes(_build_config().build()):
             compiled(rope, q)
@@ -389,7 +413,9 @@ class TestParallelized(unittest.TestCase):
             with self.subTest(spmd_backend=spmd_backend):
                 for rope in self._check(spmd_backend):
                     self.assertIsInstance(rope.cache, DTensor)
-                    self.assertTrue(all(p.is_replicate() for p in rope.cache.placements))
+                    self.assertTrue(
+                        all(p.is_replicate() for p in rope.cache.placements)
+                    )
 
 
 def _dense_mesh(parallel_dims: ParallelDims):
