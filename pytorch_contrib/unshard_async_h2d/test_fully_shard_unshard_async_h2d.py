@@ -46,6 +46,7 @@ from torch.utils._pytree import tree_leaves
 
 DIM = 8
 NUM_LAYERS = 4
+EMPTY_OPS = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default)
 MP_POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
@@ -151,19 +152,21 @@ class SimulatedDevice(TorchDispatchMode):
             (writes if is_write else reads).extend(tensors)
         out = func(*args, **kwargs)
         known = {t.untyped_storage()._cdata for t in writes + reads}
+        new = [
+            t
+            for t in tree_leaves(out)
+            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in known
+        ]
         allocated = [
             self._add_memory(storage, self.current)
-            for t in tree_leaves(out)
-            if isinstance(t, torch.Tensor)
-            and (storage := t.untyped_storage())._cdata not in known
-            and storage not in self.memory
+            for storage in {t.untyped_storage() for t in new}
+            if storage not in self.memory
         ]
-        if func not in (torch.ops.aten.empty.memory_format,) and not func.is_view:
-            name = self.current.name
-            self.current.clock[name] += 1
+        if func.namespace != "profiler" and not func.is_view and func not in EMPTY_OPS:
+            self.current.clock[self.current.name] += 1
             for t in reads:
                 self._access(func, t.untyped_storage(), is_write=False)
-            for t in writes:
+            for t in writes + new:
                 self._access(func, t.untyped_storage(), is_write=True)
         if self.on_op is not None:
             self.on_op(func, self.current, allocated)
@@ -323,6 +326,19 @@ class TestFullyShardUnshardAsyncH2DStreams(TestCase):
     def test_ordered(self, async_op, mp_policy, world_size):
         with simulated_device() as device:
             self._train(device, async_op, world_size, mp_policy=mp_policy)
+        self.assertEqual(device.errors, [])
+
+    def test_custom_allocate_that_issues_work(self):
+        class FillAllGather(SimulatedAllGather):
+            def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+                return super().allocate(*args, **kwargs).fill_(0)
+
+        with simulated_device() as device:
+            model = self._train(device, True)
+            nccl_stream = device.streams[-1]
+            for layer in model:
+                layer.set_custom_all_gather(FillAllGather(device, nccl_stream))
+            self._run(device, model)
         self.assertEqual(device.errors, [])
 
     def test_discarded_unshard_is_ordered(self):

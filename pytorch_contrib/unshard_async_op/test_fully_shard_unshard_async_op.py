@@ -32,7 +32,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     ShardPlacementResult,
 )
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.common_distributed import (
     MultiThreadedTestCase,
     skip_if_lt_x_gpu,
@@ -519,8 +518,9 @@ class TestFullyShardUnshardAsyncOp(MultiThreadedTestCase):
         for async_op in (False, True):
             model = fsdp_model()
             set_forward_prefetch(model.layers)
+            optim = self._backward(model, async_op)  # gradients for all layers
             model.skip_layers = {3}
-            optim = self._backward(model, async_op)
+            model(torch.randn(2, DIM)).sum().backward()
             model.skip_layers = set()
             self._check_fresh_weights(model, optim.step)
 
@@ -577,6 +577,14 @@ class TestFullyShardUnshardAsyncOpStreams(TestCase):
         super().setUp()
         dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
         self.addCleanup(dist.destroy_process_group)
+
+    def _count_all_gathers(self, fn: Callable[[], Any]) -> int:
+        foreach_all_gather = _fsdp_param_group.foreach_all_gather
+        with unittest.mock.patch.object(
+            _fsdp_param_group, "foreach_all_gather", side_effect=foreach_all_gather
+        ) as all_gather:
+            fn()
+        return all_gather.call_count
 
     # Missing forward prefetch #
     def _forward_warnings(self, model: nn.Module, x: torch.Tensor) -> list[str]:
@@ -636,15 +644,37 @@ class TestFullyShardUnshardAsyncOpStreams(TestCase):
         model.set_unshard_async_op(True)
         set_forward_prefetch([model, *model.layers])
         model(torch.randn(2, DIM)).sum().backward()
-        with CommDebugMode() as comm_mode:
-            for layer in model.layers:
-                layer.unshard(async_op=True)
-            model(torch.randn(2, DIM)).sum().backward()
+        for layer in model.layers:
+            layer.unshard(async_op=True)
+        num_all_gathers = len(model.layers) + self._count_all_gathers(
+            lambda: model(torch.randn(2, DIM)).sum().backward()
+        )
         # The root does not reshard after forward, and the layers are gathered
         # once in forward and once in backward
-        all_gather = torch.ops.c10d._allgather_base_
-        num_all_gathers = comm_mode.get_comm_counts()[all_gather]
         self.assertEqual(num_all_gathers, 1 + 2 * len(model.layers))
+
+    def test_recomputation_uses_backward_prefetch(self):
+        """
+        The sine's backward recomputes the layer before the layer's own
+        pre-backward, as if in forward, but within backward.
+        """
+        model = fsdp_model()
+        model.set_unshard_async_op(True)
+
+        def forward(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            return layer(x).sin()
+
+        def step() -> None:
+            x = model.inp(torch.randn(2, DIM))
+            for layer in model.layers:
+                x = torch.utils.checkpoint.checkpoint(
+                    forward, layer, x, use_reentrant=False
+                )
+            x.sum().backward()
+
+        model.forward = step
+        model()
+        self.assertEqual(self._count_all_gathers(model), 1 + 2 * len(model.layers))
 
     # Stream semantics, on a stand-in device #
     def _recorded_model(self, device: RecordingDevice) -> Model:
