@@ -1,6 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 
 import contextlib
+import gc
 import unittest
 import unittest.mock
 import weakref
@@ -32,6 +33,7 @@ from torch.testing._internal.common_distributed import (
 )
 from torch.testing._internal.common_fsdp import FSDPTestContinuous
 from torch.testing._internal.common_utils import (
+    DeterministicGuard,
     HardwareClassification,
     instantiate_parametrized_tests,
     parametrize,
@@ -162,7 +164,9 @@ class SimulatedDevice(TorchDispatchMode):
             for storage in {t.untyped_storage() for t in new}
             if storage not in self.memory
         ]
-        if func.namespace != "profiler" and not func.is_view and func not in EMPTY_OPS:
+        fills = torch.are_deterministic_algorithms_enabled()
+        is_kernel = func.namespace != "profiler" and not func.is_view
+        if is_kernel and (func not in EMPTY_OPS or fills):
             self.current.clock[self.current.name] += 1
             for t in reads:
                 self._access(func, t.untyped_storage(), is_write=False)
@@ -327,6 +331,14 @@ class TestFullyShardUnshardAsyncH2DStreams(TestCase):
         with simulated_device() as device:
             self._train(device, async_op, world_size, mp_policy=mp_policy)
         self.assertEqual(device.errors, [])
+
+    def test_ordered_with_deterministic_algorithms(self):
+        """Here `torch.empty` fills its memory, in the stream that allocates."""
+        with DeterministicGuard(True):
+            for world_size in (1, 2):
+                with simulated_device() as device:
+                    self._train(device, True, world_size, mp_policy=MP_POLICY)
+                self.assertEqual(device.errors, [])
 
     def test_custom_allocate_that_issues_work(self):
         class FillAllGather(SimulatedAllGather):
@@ -516,30 +528,33 @@ class TestFullyShardUnshardAsyncH2DCUDA(FSDPTestContinuous):
         stream free to finish what is issued after it.
         """
         model = build_model(device_type="cuda")
-        model.set_unshard_async_op(True)
         x = torch.randn(2, DIM, device="cuda")
         with torch.no_grad():
             model(x)  # lazy init
         copy_stream = model._get_fsdp_state()._comm_ctx.all_gather_copy_in_stream
-        torch.cuda.synchronize()
-        with torch.cuda.stream(copy_stream):
-            torch.cuda._sleep(10**9)  # about 0.5 s
-        handle = model[0].unshard(async_op=True)
-        copied = copy_stream.record_event()
-        x.square().sum()
-        computed = torch.cuda.current_stream().record_event()
-        computed.synchronize()
-        self.assertFalse(copied.query())
-        handle.wait()
-        torch.cuda.synchronize()
-        weight, shard = model[0][0].weight, model.state_dict()["0.0.weight"]
-        model[0].reshard()
-        self.assertEqual(weight.shape, shard.shape)
+        # The first time warms up, since loading a kernel may synchronize
+        for sleep_cycles in (1, 10**9):  # about 0.5 s
+            torch.cuda.synchronize()
+            with torch.cuda.stream(copy_stream):
+                torch.cuda._sleep(sleep_cycles)
+            handle = model[0].unshard(async_op=True)
+            copied = copy_stream.record_event()
+            x.square().sum()
+            computed = torch.cuda.current_stream().record_event()
+            computed.synchronize()
+            is_copied = copied.query()
+            handle.wait()
+            weight = model[0][0].weight.detach().clone()
+            model[0].reshard()
+            shard = weight.chunk(self.world_size)[self.rank].cpu()
+            self.assertEqual(shard, model[0][0].weight.to_local())
+        self.assertFalse(is_copied)
 
     @skip_if_lt_x_gpu(2)
     def test_all_gather_streams_hold_no_memory(self):
         for async_op in (False, True):
             torch.cuda.synchronize()
+            gc.collect()
             torch.cuda.empty_cache()
             model = build_model(device_type="cuda", mp_policy=MP_POLICY)
             model.set_unshard_async_op(async_op)

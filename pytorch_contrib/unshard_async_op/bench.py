@@ -2,11 +2,12 @@
 
     python bench.py                        # two GPUs, NCCL: writes evidence/bench.json
     python bench.py --offload              # the same with CPUOffloadPolicy
+    python bench.py --pristine             # the installed torch as well, for comparison
     python bench.py --smoke                # two gloo ranks on the CPU, no memory figures
 
-PYTHONPATH says which torch is measured (`integration env NAME` prints it). `--pristine` names the
-PYTHONPATH of a second run, for comparison: "" for the installed torch. The process that is started
-by hand only launches `torchrun`; one run measures both settings of the flag, interleaved.
+PYTHONPATH says which torch is measured (`integration env NAME` prints it); `--pristine` adds a run
+without it. The process that is started by hand only launches `torchrun`; one run measures both
+settings of the flag, interleaved.
 
 A run trains a stack of large layers, so that one layer's all-gather buffer is a visible share of
 memory, first without a memory cap and then with a cap half-way between what the two settings
@@ -25,6 +26,7 @@ import tempfile
 import time
 from datetime import date
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -97,7 +100,7 @@ class Trainer:
         self.model = build_model(args)
         self.optim = None
         if not args.offload:  # the optimizer on the CPU would hide what is measured
-            self.optim = torch.optim.AdamW(self.model.parameters(), lr=1e-5, foreach=True)
+            self.optim = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         shape = (1, args.tokens, args.dim)
         self.x = torch.randn(shape, device=args.device, dtype=torch.bfloat16)
 
@@ -111,12 +114,14 @@ class Trainer:
     def parity(self) -> bool:
         """Loss and gradients with the flag off and on, from the same weights, bitwise."""
         found = []
+        torch.use_deterministic_algorithms(True)  # else attention's backward varies
         for async_op in (False, True):
             self.model._set_unshard_async_op(async_op)
             self.model.zero_grad()
             loss = self.step(update=False)
             grads = [p.grad.to_local().clone().cpu() for p in self.model[0].parameters()]
             found.append([loss.cpu(), *grads])
+        torch.use_deterministic_algorithms(False)
         self.model.zero_grad()
         return all(torch.equal(off, on) for off, on in zip(*found, strict=True))
 
@@ -173,7 +178,10 @@ class Trainer:
             ):
                 largest = pools
 
-        handles = [layer.register_full_backward_hook(snapshot) for layer in self.model]
+        def before_backward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            output.register_hook(snapshot)
+
+        handles = [layer.register_forward_hook(before_backward) for layer in self.model]
         self.step()
         for handle in handles:
             handle.remove()
@@ -217,13 +225,15 @@ def worker(args: argparse.Namespace) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     trainer = Trainer(args)
-    result: dict[str, Any] = {"torch_git": torch.version.git_version}
+    result: dict[str, Any] = {"torch_git": torch.version.git_version, "patches": patches_found()}
     result["parity_bitwise"] = trainer.parity()
     result["uncapped"] = uncapped = run_phase(trainer, args.rounds)
     if args.device == "cuda" and not args.offload:
         total = torch.cuda.get_device_properties().total_memory
-        peaks = [float(uncapped[arm]["peak_reserved"]) for arm in ("off", "on")]
-        cap = args.cap_gib * 2**30 or sum(peaks) / 2
+        arms = (uncapped["off"], uncapped["on"])
+        between = sum(arm["peak_reserved"] for arm in arms) / 2
+        needed = 1.02 * max(arm["peak_active"] for arm in arms)  # with some room
+        cap = args.cap_gib * 2**30 or max(between, needed)
         # One cap for all ranks: ranks reserve a little differently
         cap_tensor = torch.tensor(cap, device=args.device, dtype=torch.float64)
         dist.all_reduce(cap_tensor, dist.ReduceOp.MAX)
@@ -237,10 +247,18 @@ def worker(args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def launch(args: argparse.Namespace, pythonpath: str | None) -> dict[str, Any]:
+def patches_found() -> list[str]:
+    """The contributions that the running torch has."""
+    found = [hasattr(FSDPModule, "set_unshard_async_op")]
+    found += [find_spec("torch.distributed.fsdp._fully_shard._fsdp_h2d") is not None]
+    return [name for name, has in zip(NAMES, found, strict=True) if has]
+
+
+def launch(pythonpath: str | None) -> dict[str, Any]:
     env = dict(os.environ)
     if pythonpath is not None:
         env["PYTHONPATH"] = pythonpath
+    env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # which deterministic algorithms need
     # torchrun would set it to 1
     env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
     with tempfile.TemporaryDirectory() as folder:
@@ -278,7 +296,7 @@ def main() -> None:
     parser.add_argument("--cap-gib", type=float, default=0, help="memory cap; 0: half-way")
     parser.add_argument("--offload", action="store_true", help="CPUOffloadPolicy")
     parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU, writes nothing")
-    parser.add_argument("--pristine", metavar="PYTHONPATH", help="also run with this one")
+    parser.add_argument("--pristine", action="store_true", help="also run without PYTHONPATH")
     parser.add_argument("--contribution", choices=NAMES, default=NAMES[0])
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -308,10 +326,16 @@ def main() -> None:
         else None,
         "alloc_conf": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
         "config": {k: v for k, v in vars(args).items() if k not in ("out", "contribution")},
-        "patched": launch(args, None),
+        "patched": launch(None),
     }
-    if args.pristine is not None:
-        record["pristine"] = launch(args, args.pristine)
+    if args.contribution not in record["patched"]["patches"]:
+        sys.exit(
+            f"expected a torch with {args.contribution}, got one with "
+            f"{record['patched']['patches']}, so nothing was written; "
+            f'first run: eval "$(python -m integration env {" ".join(NAMES)})"'
+        )
+    if args.pristine:
+        record["pristine"] = launch("")
     text = json.dumps(record, indent=1)
     if args.smoke:
         print(text)

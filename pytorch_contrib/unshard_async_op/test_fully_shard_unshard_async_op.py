@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import unittest.mock
 import warnings
 from collections.abc import Callable
@@ -765,6 +766,7 @@ class TestFullyShardUnshardAsyncOpMemory(FSDPTestContinuous):
         dim, device = 1024, torch.device("cuda", self.rank)
         for async_op in (False, True):
             torch.cuda.synchronize()
+            gc.collect()
             torch.cuda.empty_cache()
             model = nn.Sequential(
                 *(nn.Linear(dim, dim, device=device) for _ in range(4))
