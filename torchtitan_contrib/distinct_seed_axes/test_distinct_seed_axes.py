@@ -9,6 +9,7 @@
 import ast
 import contextlib
 import io
+import os
 import typing
 import unittest
 from pathlib import Path
@@ -107,8 +108,15 @@ class TestCallSites(unittest.TestCase):
     def test_no_call_site_has_axes_of_its_own(self):
         """Flux alone seeds a second time, after initialization, for its dropout."""
         root = Path(torchtitan.__file__).parent
+        # Not rglob, which does not follow links to folders.
+        paths = [
+            Path(folder, file)
+            for folder, _, files in os.walk(root, followlinks=True)
+            for file in files
+            if file.endswith(".py")
+        ]
         found = {}
-        for path in root.rglob("*.py"):
+        for path in paths:
             text = path.read_text()
             if "set_determinism(" not in text:
                 continue
