@@ -223,6 +223,8 @@ def run_phase(trainer: Trainer, rounds: int) -> dict[str, Any]:
 def worker(args: argparse.Namespace) -> None:
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        # One attention kernel everywhere: whether cuDNN's is taken depends on its version.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     trainer = Trainer(args)
     result: dict[str, Any] = {"torch_git": torch.version.git_version, "patches": patches_found()}
