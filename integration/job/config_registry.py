@@ -59,7 +59,7 @@ def mini() -> JobTrainer.Config:
             num_chunks=2, loss_fn=CrossEntropyLoss.Config(global_vocab_size=vocab)
         ),
         dataloader=TextDataLoader.Config(),
-        optimizer=default_adamw(lr=1e-3),
+        optimizer=default_adamw(lr=2e-3),
         lr_scheduler=LRSchedulersContainer.Config(
             warmup_steps=10, decay_ratio=0.8, decay_type="cosine", min_lr_factor=0.1
         ),

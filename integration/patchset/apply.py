@@ -100,7 +100,13 @@ def take_off(
     pins = _pins_of(checkout, chosen if names is not None else contributions)
     state = _look(checkout, pins, contributions)
     mine = [c for c in chosen if c.upstream in pins]
-    said = [f"{c.name}: not applied" for c in mine if c.name not in state.applied]
+    said = [
+        f"{c.name}: not there as it is stored; take a merged one off with git"
+        if state.changed([c])
+        else f"{c.name}: not applied"
+        for c in mine
+        if c.name not in state.applied
+    ]
     todo = [c for c in mine if c.name in state.applied]
     if not todo:
         return said
@@ -235,11 +241,14 @@ def _store_ancestors(
 
 
 def _refused(checkout: Path, complaint: str, three_way: bool) -> UserError:
-    lines = [line for line in complaint.splitlines() if line.startswith(("CONFLICT", "error:"))]
-    first = (lines or complaint.splitlines())[0]
+    lines = complaint.splitlines()
+    conflicts = [line for line in lines if line.startswith("CONFLICT")]
+    errors = [line for line in lines if line.startswith("error: ")]
+    which = [line for line in lines if line.startswith("Patch failed at ")]
+    told = "; ".join([*which, *(conflicts or errors[:1] or lines[:1])])
     expected = "a merge without conflict" if three_way else "patches that apply without fuzz"
     return UserError(
-        f"expected {expected}, found: {first}; nothing was changed in {checkout}: check out the "
+        f"expected {expected}, found: {told}; nothing was changed in {checkout}: check out the "
         f"pin's tag, or rebase the patch (`integration patches import`)"
     )
 

@@ -1,6 +1,7 @@
 """Prove, for the whole repository, that every patch stands alone and all stand together."""
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,13 +29,14 @@ def check(root: Path | None = None) -> list[Finding]:
     root = root or paths.REPO
     pins = pins_module.load(root)
     contributions, findings = repository.scan(root)
+    complete = not findings  # what an unreadable patch touches is not known
     listed = [
         name
         for upstream in pins
         for _, name in repository.read_series(root / "patches" / upstream / "series")
     ]
     findings += lint(contributions, pins, listed)
-    findings += readme.stale(contributions, root)
+    findings += readme.stale(contributions, root) if complete else []
     usable = _closed(contributions)
     for upstream, pin in pins.items():
         mine = [c for c in contributions if c.upstream == upstream]
@@ -43,7 +45,7 @@ def check(root: Path | None = None) -> list[Finding]:
         except UserError as error:
             findings.append(_not_installed(pin, error))
             continue
-        findings += _hashes(pin, site, mine)
+        findings += _hashes(pin, site, mine, complete)
         pristine = scratch.read(site, scratch.touched(mine))
         sound = [c for c in mine if c.name in usable]
         findings += _applies(sound, usable, pristine)
@@ -75,7 +77,9 @@ def _not_installed(pin: Pin, error: UserError) -> Finding:
     )
 
 
-def _hashes(pin: Pin, site: Path, contributions: Sequence[Contribution]) -> list[Finding]:
+def _hashes(
+    pin: Pin, site: Path, contributions: Sequence[Contribution], complete: bool
+) -> list[Finding]:
     findings = []
     wanted = pristine_paths(contributions)
     touching = {path: c.name for c in reversed(contributions) for path in c.old_paths & wanted}
@@ -101,7 +105,7 @@ def _hashes(pin: Pin, site: Path, contributions: Sequence[Contribution]) -> list
         verdict = "not pinned" if file.is_file() else "surroundings changed"
         expected = "its sha256 in patches/pins.toml" if file.is_file() else "a file of the pin"
         report(path, expected, "none", verdict, add)
-    for path in sorted(set(pin.files) - set(touching)):
+    for path in sorted(set(pin.files) - set(touching)) if complete else ():
         report(
             path,
             "hashes of touched files alone",
@@ -122,15 +126,17 @@ def _applies(
     mine = {c.name for c in contributions}
     sets = {c.name: [r for r in closures[c.name] if r.name in mine] for c in contributions}
     findings = []
-    alone = {}
+    alone = set()
     for contribution in contributions:
-        state, failed = scratch.apply(pristine, sets[contribution.name])
+        _, failed = scratch.apply(pristine, sets[contribution.name])
         findings += failed
         if not failed:
-            alone[contribution.name] = state
-    for left, right in combinations((c for c in contributions if c.name in alone), 2):
-        findings += _pair(left, right, sets, pristine)
+            alone.add(contribution.name)
     everything = [c for c in contributions if c.name in alone]
+    with ThreadPoolExecutor() as threads:  # each pair waits for git, not for Python
+        pairs = combinations(everything, 2)
+        for found in threads.map(lambda p: _pair(p[0], p[1], sets, pristine), pairs):
+            findings += found
     state, failed = scratch.apply(pristine, everything)
     findings += failed
     if not failed:

@@ -7,6 +7,7 @@ back to ``patches/``. What lies between is the reader's own git: amend, rebase, 
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -43,10 +44,20 @@ def sources(pin: Pin) -> dict[str, bytes]:
     return found
 
 
-def import_set(folder: Path) -> dict[str, Path]:
-    """Make ``folder/<upstream>`` for each upstream; return them.
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """One upstream's checkout. ``stopped`` is git's complaint about the patch that does not fit."""
 
-    A checkout that exists is never overwritten: it may hold work.
+    upstream: str
+    path: Path
+    stopped: str | None
+
+
+def import_set(folder: Path) -> list[Imported]:
+    """Make ``folder/<upstream>`` for each upstream.
+
+    A checkout that exists is never overwritten: it may hold work. Where a patch does not fit, its
+    checkout is left inside `git am`, to be mended there and continued.
     """
     contributions = repository.load()
     pins = pins_module.load()
@@ -58,7 +69,7 @@ def import_set(folder: Path) -> dict[str, Path]:
                 f"another folder"
             )
     folder.mkdir(parents=True, exist_ok=True)
-    made = {}
+    made = []
     # All or none: the checkouts are renamed into place when the last one is complete.
     with TemporaryDirectory(prefix=".importing-", dir=folder) as temporary:
         for upstream, pin in pins.items():
@@ -67,20 +78,15 @@ def import_set(folder: Path) -> dict[str, Path]:
             building.mkdir()
             pins_module.refuse_changed(pin, pin.site(), pin.files)
             exchange.create(building, sources(pin))
-            complaint = exchange.commit_all(building, exchange.mailbox(mine, marked=True))
-            if complaint:
-                raise UserError(
-                    f"expected the patches of {upstream} to apply on {pin.package} {pin.version}, "
-                    f"found: {complaint.splitlines()[0]}; nothing was imported: run `integration "
-                    f"patches check`"
-                )
+            box = exchange.mailbox(mine, marked=True)
+            stopped = exchange.commit_all(building, box, stay=True)
+            made.append(Imported(upstream, folder / upstream, stopped))
             git.run(["config", "user.name", git.NAME], building)
             git.run(["config", "user.email", git.EMAIL], building)
             (building / ".git" / "info" / "exclude").write_text("__pycache__/\n")
             _record(building, mine)
-        for upstream in pins:
-            made[upstream] = folder / upstream
-            (Path(temporary) / upstream).rename(made[upstream])
+        for checkout in made:
+            (Path(temporary) / checkout.upstream).rename(checkout.path)
     return made
 
 
@@ -144,8 +150,9 @@ def _refuse_unfinished(checkout: Path) -> None:
     for state in ("rebase-merge", "rebase-apply"):
         if (checkout / ".git" / state).exists():
             raise UserError(
-                f"expected finished commits in {checkout}, found a rebase under way; the patches "
-                f"after it would be dropped: run `git -C {checkout} rebase --continue`"
+                f"expected finished commits in {checkout}, found git stopped at one ({state}); "
+                f"the patches after it would be dropped: run `git -C {checkout} status`, which "
+                f"says how to go on"
             )
     dirty = git.run(["status", "--porcelain", "--untracked-files=all"], checkout).out.decode()
     if dirty:

@@ -23,6 +23,8 @@ Names = Annotated[
 @patches.command("list")
 def list_patches() -> None:
     """Show every contribution: status, size, what it requires, tests and evidence."""
+    import sys
+
     from rich.console import Console
     from rich.table import Table
 
@@ -30,7 +32,7 @@ def list_patches() -> None:
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("name", "upstream", "status", "files", "lines", "requires", "tests", "evidence"):
-        table.add_column(column, no_wrap=column == "name")
+        table.add_column(column, overflow="fold", no_wrap=column in ("name", "lines"))
     contributions = repository.load()
     for c in contributions:
         table.add_row(
@@ -40,10 +42,11 @@ def list_patches() -> None:
             str(len(c.files)),
             f"+{c.added} -{c.removed}",
             ", ".join(c.requires) or "-",
-            ", ".join(file for file, _ in c.tests) or "-",
+            " ".join(file for file, _ in c.tests) or "-",
             _evidence(c),
         )
-    Console(soft_wrap=not Console().is_terminal).print(table)
+    # Into a file or a pipe, a row stays one line, whatever the width of a terminal would be.
+    Console(width=None if sys.stdout.isatty() else 1000).print(table)
     if not contributions:
         print("no contributions yet: `integration patches new NAME --upstream pytorch|torchtitan`")
 
@@ -116,14 +119,26 @@ def import_(
 
     from rich.console import Console
 
-    from integration.patchset import checkout
+    from integration.patchset.checkout import default_folder, import_set
 
-    folder = (folder or checkout.default_folder()).absolute()
+    folder = (folder or default_folder()).absolute()
     with Console(stderr=True).status("Copying the pinned sources and committing the patches"):
-        made = checkout.import_set(folder)
-    for upstream, path in made.items():
-        print(f"{upstream}: {path}")
-    path = shlex.quote(str(next(iter(made.values()))))
+        made = import_set(folder)
+    for checkout in made:
+        print(f"{checkout.upstream}: {checkout.path}")
+    for checkout in made:
+        if checkout.stopped:
+            path = shlex.quote(str(checkout.path))
+            print(
+                f"\n{checkout.upstream} stopped at a patch that does not fit:\n{checkout.stopped}\n"
+                f"look      git -C {path} am --show-current-patch\n"
+                f"mend      edit the files, then git -C {path} add -A\n"
+                f"go on     git -C {path} am --continue\n"
+                f"store     integration patches export {shlex.quote(str(folder))}"
+            )
+    if any(checkout.stopped for checkout in made):
+        raise typer.Exit(1)
+    path = shlex.quote(str(made[0].path))
     print(
         f"""
 look      git -C {path} log --oneline pin..

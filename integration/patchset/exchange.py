@@ -74,21 +74,29 @@ def commit_all(
     box: bytes,
     *,
     three_way: bool = False,
+    stay: bool = False,
     env: Mapping[str, str] | None = None,
 ) -> str | None:
     """Commit a mailbox with `git am`; on failure leave the folder as it was.
+
+    Args:
+        stay: on failure stop at the patch that does not fit instead, for `git am --continue`.
 
     Returns:
         None when done, git's complaint otherwise.
     """
     if not box:
         return None
-    arguments = ["am", "--quiet", "--keep", "--keep-cr", "--no-scissors"]
+    # Not --quiet: that would hide the conflicts, too.
+    arguments = ["am", "--keep", "--keep-cr", "--no-scissors"]
     arguments.append("--3way" if three_way else "--no-3way")
     done = git.attempt(arguments, folder, stdin=box, env=env)
     if done.code:
-        git.attempt(["am", "--abort"], folder, env=env)
-        return "\n".join(filter(None, (done.err, done.text)))
+        if not stay:
+            git.attempt(["am", "--abort"], folder, env=env)
+        told = f"{done.text}\n{done.err}".strip().split("\n")
+        noise = ("Applying: ", "hint: ", "Using index info", "Falling back", "Auto-merging", "M\t")
+        return "\n".join(line for line in told if not line.startswith(noise))
     return None
 
 

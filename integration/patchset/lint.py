@@ -4,6 +4,7 @@
 a closed status vocabulary: 1,027 of 1,027 have one.)
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
@@ -47,6 +48,7 @@ def lint(
         findings += _trailers(contribution)
         findings += _requires(contribution, contributions, order, names)
         findings += _tests(contribution)
+        findings += _evidence(contribution)
         findings += _paths(contribution, pins[contribution.upstream])
     return findings
 
@@ -74,18 +76,16 @@ def _message(contribution: Contribution) -> Iterator[Finding]:
     starts = contribution.body.split("\n")
     for paragraph in PARAGRAPHS:
         if not any(line.startswith(paragraph) for line in starts):
-            yield report(None, f"a paragraph `{paragraph} …`", "none", "missing field")
+            yield report(None, f"a paragraph `{paragraph} ...`", "none", "missing field")
 
 
 def _trailers(contribution: Contribution) -> Iterator[Finding]:
     report = _reporter(contribution)
-    for key, (how_often, _, words) in _TRAILERS.items():
+    for key, (how_often, _, _) in _TRAILERS.items():
         lines = [trailer.line for trailer in contribution.trailers if trailer.key == key]
         if not lines:
             where = None if not contribution.trailers else contribution.trailers[-1].line
-            yield report(
-                where, f"`{key}: …` in the last paragraph: {words}", "none", "missing field"
-            )
+            yield report(where, f"`{key}: ...` in the last paragraph", "none", "missing field")
         if how_often == "once" and len(lines) > 1:
             yield report(lines[1], f"`{key}:` once", f"{len(lines)} times", "duplicate field")
     for trailer in contribution.trailers:
@@ -183,6 +183,25 @@ def _tests(contribution: Contribution) -> Iterator[Finding]:
                     verdict="not upstreamable",
                     next="import the patched package alone",
                 )
+
+
+def _evidence(contribution: Contribution) -> Iterator[Finding]:
+    """Evidence counts only for the patch that it was measured on."""
+    for file in sorted((contribution.folder / "evidence").glob("*.json")):
+        try:
+            measured = json.loads(file.read_text(encoding="utf-8"))["patch_sha256"]
+        except (ValueError, KeyError, TypeError) as error:
+            measured = f"none ({error!r})"
+        if measured != contribution.sha256:
+            yield Finding(
+                patch=contribution.name,
+                file=f"{contribution.upstream}_contrib/{contribution.name}/evidence/{file.name}",
+                line=None,
+                expected=f"patch_sha256 {contribution.sha256}, the stored patch's",
+                found=measured,
+                verdict="stale evidence",
+                next="measure again, by the `command` in the file, or delete it",
+            )
 
 
 def _paths(contribution: Contribution, pin: Pin) -> Iterator[Finding]:

@@ -122,11 +122,11 @@ def parse(name: str, upstream: str, path: Path, data: bytes) -> Contribution:
     lines = text.split("\n")
     if not re.match(r"From [0-9a-f]{40} ", lines[0]):
         raise MalformedPatchError(
-            1, "the first line of `git format-patch`: From <commit> …", repr(lines[0])
+            1, "the first line of `git format-patch`: From <commit> ...", repr(lines[0])
         )
     diff = next((n for n, line in enumerate(lines) if line.startswith("diff --git ")), None)
     if diff is None:
-        raise MalformedPatchError(len(lines), "a diff (a line `diff --git …`)", "end of file")
+        raise MalformedPatchError(len(lines), "a diff (a line `diff --git ...`)", "end of file")
     binary = next((n for n, s in enumerate(lines) if s.startswith("GIT binary patch")), None)
     if binary is not None:
         raise MalformedPatchError(binary + 1, "changes of text files only", "a binary patch")

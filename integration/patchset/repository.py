@@ -75,8 +75,8 @@ def scan(root: Path | None = None) -> tuple[tuple[Contribution, ...], list[Findi
                         expected=error.expected,
                         found=error.found,
                         verdict="malformed",
-                        next="integration patches import, mend the commit, "
-                        "integration patches export",
+                        next=f"git checkout patches/{upstream}/{name}.patch; "
+                        "edit by import and export",
                     )
                 )
         findings += [

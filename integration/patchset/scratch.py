@@ -105,8 +105,8 @@ def explain(
             continue
         text = current.decode("utf-8", "replace").split("\n")
         for hunk in changed:
-            before = [str(line.value).rstrip("\n") for line in hunk if not line.is_added]
-            after = [str(line.value).rstrip("\n") for line in hunk if not line.is_removed]
+            before = [line.value.rstrip("\n") for line in hunk if not line.is_added]
+            after = [line.value.rstrip("\n") for line in hunk if not line.is_removed]
             start = hunk.source_start
             if reverse:
                 before, after, start = after, before, hunk.target_start

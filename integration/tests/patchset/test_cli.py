@@ -1,0 +1,141 @@
+"""The verbs, as a user types them: what is printed, and the exit code."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from integration.cli import main
+from integration.tests.patchset.conftest import House, line, user_git
+
+
+class Ran:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]):
+    def run(*arguments: str) -> Ran:
+        code = 0
+        try:
+            main(list(arguments))
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        out, err = capsys.readouterr()
+        return Ran(code, out, err)
+
+    return run
+
+
+@pytest.fixture
+def one(house: House) -> House:
+    house.add("one", {"fakebase/core.py": line(3, "one")})
+    house.add("two", {"fakebase/core.py": line(4, "two", line(3, "one"))}, requires=["one"])
+    return house
+
+
+def test_every_verb_works_on_an_empty_repository(house: House, run, tmp_path: Path) -> None:
+    checkout = house.checkout(tmp_path / "base")
+    for arguments in (
+        ["patches", "list"],
+        ["patches", "check"],
+        ["patches", "overlay"],
+        ["patches", "readme"],
+        ["patches", "apply", "--to", str(checkout)],
+        ["patches", "apply", "--to", str(checkout), "--reverse"],
+        ["patches", "import"],
+        ["patches", "export"],
+        ["env"],
+    ):
+        ran = run(*arguments)
+        assert (ran.code, ran.err.startswith("error")) == (0, False), (arguments, ran.err)
+
+
+def test_list(one: House, run) -> None:
+    evidence = one.root / "pytorch_contrib/one/evidence"
+    evidence.mkdir()
+    (evidence / "a.json").write_text(f'{{"patch": "{one.get("one").sha256}"}}')
+    (evidence / "b.json").write_text('{"patch": "another"}')
+    rows = [row.split() for row in run("patches", "list").out.splitlines()]
+    assert [" ".join(row) for row in rows] == [
+        "name upstream status files lines requires tests evidence",
+        "one pytorch pending 1 +1 -1 - test_one.py 2, 1 stale",
+        "two pytorch pending 1 +1 -1 one test_two.py -",
+    ]
+
+
+def test_check_exit_codes(one: House, run) -> None:
+    ran = run("patches", "check")
+    assert (ran.code, ran.out.split(":")[0]) == (0, "2 patches")
+    one.series().write_text("one\n")
+    ran = run("patches", "check")
+    assert ran.code == 1
+    assert "two: unlisted" in ran.out
+    assert "1 problem found" in ran.out
+
+
+def test_env_and_overlay(one: House, run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/my folder")
+    path = run("patches", "overlay", "two").out.strip()
+    assert Path(path, "overlay.json").is_file()
+    assert run("env", "two").out == f"export PYTHONPATH='{path}:/my folder'\n"
+
+
+def test_errors_are_one_line(one: House, run) -> None:
+    for arguments in (["patches", "overlay", "tow"], ["env", "tow"]):
+        ran = run(*arguments)
+        assert (ran.code, ran.out) == (2, "")
+        assert ran.err == (
+            "error: unknown contribution tow; did you mean two? (`integration patches list` shows "
+            "all)\n"
+        )
+
+
+def test_apply_and_reverse(one: House, run, tmp_path: Path) -> None:
+    checkout = one.checkout(tmp_path / "base")
+    to = ["patches", "apply", "--to", str(checkout)]
+    assert run(*to, "two").out == "one: applied\ntwo: applied\n"
+    assert run(*to).out == "one: already applied\ntwo: already applied\n"
+    assert run(*to, "--reverse").out == "one: taken off\ntwo: taken off\n"
+    ran = run(*to, "--reverse", "--commits")
+    assert (ran.code, "got both" in ran.err) == (2, True)
+    run(*to, "--commits")
+    assert user_git(checkout, "log", "--format=%s").split("\n")[0] == "[fake] Change two"
+
+
+def test_new_import_export_as_told(house: House, run) -> None:
+    """The steps that `new` prints are enough."""
+    told = run("patches", "new", "leaf", "--upstream", "pytorch").out
+    assert "integration patches import" in told
+    run("patches", "import")
+    repo = Path(told.split("git -C ")[1].split()[0])
+    (repo / "fakebase/deep/inner/leaf.py").write_text("LEAF = 'mine'\n")
+    message = told.split("-e -F ")[1].split()[0]
+    user_git(repo, "add", "-A")
+    user_git(repo, "commit", "-q", "-F", message)
+    assert "pytorch/leaf: new" in run("patches", "export").out
+    assert run("patches", "check").code == 0
+
+
+def test_readme(one: House, run) -> None:
+    assert "| [one](patches/pytorch/one.patch) |" in run("patches", "readme").out
+    assert (
+        "expected the lines <!-- contributions:begin -->" in run("patches", "readme", "--write").err
+    )
+
+
+def test_help_is_quick_and_light() -> None:
+    """No torch, and no git or diff library, before a verb runs."""
+    code = (
+        "import sys\nfrom integration.cli import main\n"
+        "try: main(['patches', '--help'])\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'unidiff', 'tomlkit', 'integration.patchset.git'} & set(sys.modules)\n"
+        "sys.exit(bool(heavy))"
+    )
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == 0
+    assert time.perf_counter() - start < 2.0  # 0.2 s alone; a busy machine gets room
