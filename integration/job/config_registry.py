@@ -6,6 +6,8 @@ hands over what is known only at launch through the environment.
 """
 
 import os
+from dataclasses import fields
+from typing import Any
 
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
@@ -69,7 +71,10 @@ def mini() -> JobTrainer.Config:
             # cannot hold.
             disable_cuda_graphs=True,
         ),
-        parallelism=ParallelismConfig(expert_parallel_degree=expert_parallel_degree(ranks)),
+        parallelism=ParallelismConfig(
+            expert_parallel_degree=expert_parallel_degree(ranks),
+            **_contributed(ParallelismConfig, fsdp_unshard_async_op=True),
+        ),
         activation_checkpoint=FullAC.Config(),
         checkpoint=ReshardingCheckpointManager.Config(
             enable=True,
@@ -78,9 +83,19 @@ def mini() -> JobTrainer.Config:
             last_save_model_only=False,
         ),
         metrics=MetricsProcessor.Config(log_freq=1, enable_tensorboard=True),
-        debug=DebugConfig(seed=0),
+        debug=DebugConfig(seed=0, **_contributed(DebugConfig, distinct_seed_axes=["pp"])),
         override=OverrideConfig(imports=_cpu_overrides()),
     )
+
+
+def _contributed(config: type, **values: Any) -> dict[str, Any]:
+    """Return those of ``values`` that ``config`` has a field for.
+
+    A contribution's field is there only in sets with that contribution, and the proofs train this
+    config with sets that leave some out.
+    """
+    names = {field.name for field in fields(config)}
+    return {name: value for name, value in values.items() if name in names}
 
 
 def _cpu_overrides() -> list:
