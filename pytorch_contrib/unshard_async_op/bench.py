@@ -70,9 +70,15 @@ class Layer(nn.Module):
 
 def build_model(args: argparse.Namespace) -> nn.Sequential:
     with torch.device("meta"):
-        model = nn.Sequential(*(Layer(args.dim, args.dim // 128 or 1) for _ in range(args.layers)))
+        model = nn.Sequential(
+            *(Layer(args.dim, args.dim // 128 or 1) for _ in range(args.layers))
+        )
     offload = args.offload
-    policy = CPUOffloadPolicy(pin_memory=args.device == "cuda") if offload else OffloadPolicy()
+    policy = (
+        CPUOffloadPolicy(pin_memory=args.device == "cuda")
+        if offload
+        else OffloadPolicy()
+    )
     mesh = init_device_mesh(args.device, (dist.get_world_size(),))
     for module in (*model, model):
         fully_shard(
@@ -87,7 +93,9 @@ def build_model(args: argparse.Namespace) -> nn.Sequential:
     torch.manual_seed(dist.get_rank())
     for name, param in model.named_parameters():
         local = param.to_local().detach()
-        local.fill_(1) if "norm" in name else local.normal_(std=args.dim**-0.5 / args.layers)
+        local.fill_(1) if "norm" in name else local.normal_(
+            std=args.dim**-0.5 / args.layers
+        )
     # The default's implicit prefetch and this one overlap alike, so set it for both settings
     for layer, next_layer in zip(model, list(model)[1:], strict=False):
         layer.set_modules_to_forward_prefetch([next_layer])
@@ -119,7 +127,9 @@ class Trainer:
             self.model._set_unshard_async_op(async_op)
             self.model.zero_grad()
             loss = self.step(update=False)
-            grads = [p.grad.to_local().clone().cpu() for p in self.model[0].parameters()]
+            grads = [
+                p.grad.to_local().clone().cpu() for p in self.model[0].parameters()
+            ]
             found.append([loss.cpu(), *grads])
         torch.use_deterministic_algorithms(False)
         self.model.zero_grad()
@@ -160,7 +170,12 @@ class Trainer:
         """One more step, with a snapshot at each layer's backward; keeps the largest."""
         ctx = self.model._get_fsdp_state()._comm_ctx
         names = {0: "compute", torch.cuda.current_stream().cuda_stream: "compute"}
-        for name in ("all_gather_copy_in", "all_gather", "reduce_scatter", "all_reduce"):
+        for name in (
+            "all_gather_copy_in",
+            "all_gather",
+            "reduce_scatter",
+            "all_reduce",
+        ):
             names[getattr(ctx, f"{name}_stream").cuda_stream] = name
         largest: dict[str, dict[str, int]] = {}
 
@@ -227,7 +242,10 @@ def worker(args: argparse.Namespace) -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     trainer = Trainer(args)
-    result: dict[str, Any] = {"torch_git": torch.version.git_version, "patches": patches_found()}
+    result: dict[str, Any] = {
+        "torch_git": torch.version.git_version,
+        "patches": patches_found(),
+    }
     result["parity_bitwise"] = trainer.parity()
     result["uncapped"] = uncapped = run_phase(trainer, args.rounds)
     if args.device == "cuda" and not args.offload:
@@ -274,9 +292,9 @@ def launch(pythonpath: str | None) -> dict[str, Any]:
 def gpu_name() -> str | None:
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[
-            0
-        ]
+        return subprocess.run(
+            query, capture_output=True, text=True, check=True
+        ).stdout.split("\n")[0]
     except (OSError, subprocess.CalledProcessError):
         return None
 
@@ -295,10 +313,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="of off and on")
     parser.add_argument("--warmup", type=int, default=2, help="steps")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--cap-gib", type=float, default=0, help="memory cap; 0: half-way")
+    parser.add_argument(
+        "--cap-gib", type=float, default=0, help="memory cap; 0: half-way"
+    )
     parser.add_argument("--offload", action="store_true", help="CPUOffloadPolicy")
-    parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU, writes nothing")
-    parser.add_argument("--pristine", action="store_true", help="also run without PYTHONPATH")
+    parser.add_argument(
+        "--smoke", action="store_true", help="tiny, on the CPU, writes nothing"
+    )
+    parser.add_argument(
+        "--pristine", action="store_true", help="also run without PYTHONPATH"
+    )
     parser.add_argument("--contribution", choices=NAMES, default=NAMES[0])
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -327,7 +351,9 @@ def main() -> None:
         if torch.cuda.is_available()
         else None,
         "alloc_conf": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
-        "config": {k: v for k, v in vars(args).items() if k not in ("out", "contribution")},
+        "config": {
+            k: v for k, v in vars(args).items() if k not in ("out", "contribution")
+        },
         "patched": launch(None),
     }
     if args.contribution not in record["patched"]["patches"]:

@@ -87,7 +87,7 @@ class TestDistinctSeedAxesConfig(unittest.TestCase):
 
 class TestCallSites(unittest.TestCase):
     def test_trainer_passes_the_configured_axes(self):
-        class Reached(Exception):
+        class ReachedError(Exception):
             pass
 
         config = Trainer.Config(debug=DebugConfig(distinct_seed_axes="cp"))
@@ -98,9 +98,9 @@ class TestCallSites(unittest.TestCase):
             mock.patch("torchtitan.trainer.utils.get_local_device"),
             mock.patch.object(Trainer, "init_distributed", return_value=dims),
             mock.patch(
-                "torchtitan.trainer.dist_utils.set_determinism", side_effect=Reached
+                "torchtitan.trainer.dist_utils.set_determinism", side_effect=ReachedError
             ) as set_determinism,
-            self.assertRaises(Reached),
+            self.assertRaises(ReachedError),
         ):
             Trainer(config)
         self.assertEqual(set_determinism.call_args.kwargs["distinct_seed_mesh_dims"], ["cp"])
