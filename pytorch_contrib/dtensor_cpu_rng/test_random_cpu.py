@@ -432,7 +432,9 @@ class TestRandomCPULocalTensor(LocalDTensorTestBase):
                         (ranks == a).nonzero()[0], (ranks == b).nonzero()[0], placements
                     )
                     replicas = all(
-                        i == j for i, j, placement in coordinates if is_sharded(placement)
+                        i == j
+                        for i, j, placement in coordinates
+                        if is_sharded(placement)
                     )
                     self.assertEqual(torch.equal(local[a], local[b]), replicas)
                     self.assertEqual(states[a], states[b])
