@@ -80,6 +80,9 @@ def reference_trunc_normal_(tensor, mean, std, a, b, generator=None):
 class CollectiveRecorder(TorchDispatchMode):
     """Records the (name, elements of the input) of each functional collective."""
 
+    # On CUDA a DTensor's random ops arrive as the operator run_dtensor_rng_op
+    supports_higher_order_operators = True
+
     def __init__(self):
         super().__init__()
         self.calls = []
@@ -87,6 +90,8 @@ class CollectiveRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # the collectives are below the DTensor
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **(kwargs or {}))
         namespace, name = func._schema.name.split("::")
         not_collectives = ("wait_tensor", "_wrap_tensor_autograd")
         if namespace == "_c10d_functional" and name not in not_collectives:
@@ -96,6 +101,8 @@ class CollectiveRecorder(TorchDispatchMode):
 
 class PeakStorage(TorchDispatchMode):
     """Bytes of the new storages alive at a time, at most."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, *known):
         super().__init__()
