@@ -6,6 +6,7 @@
 
 """Training without an accelerator, over gloo: token dispatch, FSDP and set-up."""
 
+import functools
 import os
 import unittest
 from datetime import timedelta
@@ -19,7 +20,6 @@ from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
     MultiProcessTestCase,
 )
-from torch.testing._internal.common_utils import find_free_port
 from torchtitan.config import CommConfig
 from torchtitan.distributed import fsdp, utils as dist_utils
 from torchtitan.distributed.spmd_types import set_current_spmd_mesh, set_spmd_meshes
@@ -73,6 +73,8 @@ class TestTraining(MultiProcContinuousTest):
     """Token dispatch and FSDP on three gloo ranks."""
 
     world_size = 3
+    # A rank that fails leaves the others waiting in a collective.
+    timeout = timedelta(seconds=45)
 
     @classmethod
     def backend_str(cls) -> str:
@@ -204,18 +206,16 @@ class TestInitDistributed(MultiProcessTestCase):
         self._spawn_processes()
 
     def _init(self, enable_cpu_backend: bool) -> None:
-        store = dist.FileStore(self.file_name, self.world_size)
-        key = f"port_{enable_cpu_backend}"
-        if self.rank == 0:
-            store.set(key, str(find_free_port()))
-        env = {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.world_size),
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": store.get(key).decode(),
-        }
+        # The launcher's part, through a file rather than a port.
+        init_process_group = functools.partial(
+            dist.init_process_group,
+            store=dist.FileStore(f"{self.file_name}_{enable_cpu_backend}"),
+            rank=self.rank,
+            world_size=self.world_size,
+        )
         with (
-            mock.patch.dict(os.environ, env),
+            mock.patch.dict(os.environ),
+            mock.patch.object(dist, "init_process_group", init_process_group),
             mock.patch.multiple(dist_utils, device_type="cpu", device_module=torch.cpu),
         ):
             world_size = dist_utils.init_distributed(
