@@ -40,7 +40,9 @@ class TestDistinctSeedAxesConfig(unittest.TestCase):
         self.assertEqual(DebugConfig().distinct_seed_axes, ["pp"])
 
     def test_string_is_a_list_of_one(self):
-        self.assertEqual(DebugConfig(distinct_seed_axes="dp_shard").distinct_seed_axes, ["dp_shard"])
+        self.assertEqual(
+            DebugConfig(distinct_seed_axes="dp_shard").distinct_seed_axes, ["dp_shard"]
+        )
 
     def test_order_is_kept(self):
         axes = ["efsdp", "pp", "ep"]
@@ -53,7 +55,9 @@ class TestDistinctSeedAxesConfig(unittest.TestCase):
                     DebugConfig(distinct_seed_axes=axes)
 
     def test_axes_with_replicas_can_be_forced(self):
-        config = DebugConfig(distinct_seed_axes=["pp", "dp_replicate"], force_replica_seeds=True)
+        config = DebugConfig(
+            distinct_seed_axes=["pp", "dp_replicate"], force_replica_seeds=True
+        )
         self.assertEqual(config.distinct_seed_axes, ["pp", "dp_replicate"])
 
     def test_tp_warns(self):
@@ -98,12 +102,15 @@ class TestCallSites(unittest.TestCase):
             mock.patch("torchtitan.trainer.utils.get_local_device"),
             mock.patch.object(Trainer, "init_distributed", return_value=dims),
             mock.patch(
-                "torchtitan.trainer.dist_utils.set_determinism", side_effect=ReachedError
+                "torchtitan.trainer.dist_utils.set_determinism",
+                side_effect=ReachedError,
             ) as set_determinism,
             self.assertRaises(ReachedError),
         ):
             Trainer(config)
-        self.assertEqual(set_determinism.call_args.kwargs["distinct_seed_mesh_dims"], ["cp"])
+        self.assertEqual(
+            set_determinism.call_args.kwargs["distinct_seed_mesh_dims"], ["cp"]
+        )
 
     def test_no_call_site_has_axes_of_its_own(self):
         """Flux alone seeds a second time, after initialization, for its dropout."""
@@ -124,12 +131,18 @@ class TestCallSites(unittest.TestCase):
                 if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
                     "dist_utils.set_determinism"
                 ):
-                    (axes,) = (k.value for k in node.keywords if k.arg == "distinct_seed_mesh_dims")
+                    (axes,) = (
+                        k.value
+                        for k in node.keywords
+                        if k.arg == "distinct_seed_mesh_dims"
+                    )
                     found[path.relative_to(root).as_posix()] = ast.unparse(axes)
         self.assertEqual(found.pop("models/flux/trainer.py"), "distinct_seed_mesh_dims")
         self.assertIn("trainer.py", found)
         for path, axes in found.items():
-            self.assertRegex(axes, r"^config(\.trainer)?\.debug\.distinct_seed_axes$", path)
+            self.assertRegex(
+                axes, r"^config(\.trainer)?\.debug\.distinct_seed_axes$", path
+            )
 
 
 class TestDistinctSeedAxes(MultiProcContinuousTest):
@@ -142,8 +155,17 @@ class TestDistinctSeedAxes(MultiProcContinuousTest):
         return "gloo"
 
     def _dims(self, spmd_backend: str = "spmd_types", **degrees: int) -> ParallelDims:
-        degrees = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "ep": 1} | degrees
-        return ParallelDims(**degrees, world_size=self.world_size, spmd_backend=spmd_backend)
+        degrees = {
+            "dp_replicate": 1,
+            "dp_shard": 1,
+            "cp": 1,
+            "tp": 1,
+            "pp": 1,
+            "ep": 1,
+        } | degrees
+        return ParallelDims(
+            **degrees, world_size=self.world_size, spmd_backend=spmd_backend
+        )
 
     def _set(self, dims: ParallelDims, axes: list[str] | str | None, **kwargs) -> None:
         config = DebugConfig(seed=SEED, **kwargs)
@@ -157,7 +179,9 @@ class TestDistinctSeedAxes(MultiProcContinuousTest):
                 distinct_seed_mesh_dims=config.distinct_seed_axes,
             )
 
-    def _offsets(self, dims: ParallelDims, axes: list[str] | str | None, **kwargs) -> list[int]:
+    def _offsets(
+        self, dims: ParallelDims, axes: list[str] | str | None, **kwargs
+    ) -> list[int]:
         """Return what each rank's seed exceeds SEED by."""
         self._set(dims, axes, **kwargs)
         offsets = [None] * self.world_size
@@ -165,8 +189,12 @@ class TestDistinctSeedAxes(MultiProcContinuousTest):
         return offsets
 
     def test_default_separates_pipeline_stages_alone(self):
-        self.assertEqual(self._offsets(self._dims(pp=2, dp_shard=2), None), [0, 0, 1, 1])
-        self.assertEqual(self._offsets(self._dims(dp_replicate=2, dp_shard=2), None), [0] * 4)
+        self.assertEqual(
+            self._offsets(self._dims(pp=2, dp_shard=2), None), [0, 0, 1, 1]
+        )
+        self.assertEqual(
+            self._offsets(self._dims(dp_replicate=2, dp_shard=2), None), [0] * 4
+        )
 
     def test_shards_differ_and_replicas_do_not(self):
         dims = self._dims(dp_replicate=2, dp_shard=2)
@@ -193,7 +221,9 @@ class TestDistinctSeedAxes(MultiProcContinuousTest):
 
     def test_axes_of_size_one_are_dropped(self):
         dims = self._dims(dp_shard=4)
-        self.assertEqual(self._offsets(dims, ["pp", "cp", "tp", "dp_shard"]), [0, 1, 2, 3])
+        self.assertEqual(
+            self._offsets(dims, ["pp", "cp", "tp", "dp_shard"]), [0, 1, 2, 3]
+        )
 
     def test_set_determinism_takes_a_string(self):
         with mock.patch.object(parallel_dims_module, "device_type", "cpu"):

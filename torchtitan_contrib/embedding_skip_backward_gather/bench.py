@@ -54,7 +54,9 @@ class ToyDecoder(nn.Module):
 
     def __init__(self, vocab: int, dim: int, num_blocks: int) -> None:
         super().__init__()
-        self.tok_embeddings = Embedding.Config(num_embeddings=vocab, embedding_dim=dim).build()
+        self.tok_embeddings = Embedding.Config(
+            num_embeddings=vocab, embedding_dim=dim
+        ).build()
         self.layers = nn.ModuleDict({str(i): Block(dim) for i in range(num_blocks)})
         self.norm = nn.RMSNorm(dim)
         # Small, so that the head does not set the peak memory.
@@ -73,7 +75,9 @@ def measure(args: argparse.Namespace, device: torch.device, gather: bool) -> dic
         model = ToyDecoder(args.vocab, args.dim, args.blocks)
     apply_fsdp_to_decoder(
         model,
-        init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",)),
+        init_device_mesh(
+            device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",)
+        ),
         param_dtype=torch.bfloat16,
         reduce_dtype=torch.float32,
         pp_enabled=False,
@@ -158,7 +162,11 @@ def main() -> None:
                 # The all-gather's output, which is transient memory. All of it but
                 # the rank's own shard crosses the network.
                 "transient_bytes": vocab * dim * BYTES_PER_ELEMENT,
-                "received_bytes": vocab * dim * BYTES_PER_ELEMENT * (degree - 1) // degree,
+                "received_bytes": vocab
+                * dim
+                * BYTES_PER_ELEMENT
+                * (degree - 1)
+                // degree,
             }
             for name, (vocab, dim, degree) in FULL_SIZE.items()
         },

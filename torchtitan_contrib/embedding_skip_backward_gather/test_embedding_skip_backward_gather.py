@@ -55,7 +55,9 @@ def _build_config(**kwargs) -> Llama3Model.Config:
     return Llama3Model.Config(
         dim=DIM,
         vocab_size=VOCAB,
-        tok_embeddings=Embedding.Config(num_embeddings=VOCAB, embedding_dim=DIM, param_init=init),
+        tok_embeddings=Embedding.Config(
+            num_embeddings=VOCAB, embedding_dim=DIM, param_init=init
+        ),
         norm=RMSNorm.Config(normalized_shape=DIM, param_init={"weight": nn.init.ones_}),
         lm_head=Linear.Config(in_features=DIM, out_features=VOCAB, param_init=init),
         layers=layers,
@@ -68,7 +70,9 @@ def _build_mtp_config() -> MTPDecoder.Config:
     *layers, last = config.layers
 
     def norm() -> RMSNorm.Config:
-        return RMSNorm.Config(normalized_shape=DIM, param_init={"weight": nn.init.ones_})
+        return RMSNorm.Config(
+            normalized_shape=DIM, param_init={"weight": nn.init.ones_}
+        )
 
     mtp_layer = MTPTransformerBlock.Config(
         attention=last.attention,
@@ -84,7 +88,9 @@ def _build_mtp_config() -> MTPDecoder.Config:
             param_init={"weight": partial(nn.init.normal_, std=0.1)},
         ),
     )
-    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.init}
+    values = {
+        f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.init
+    }
     names = {f.name for f in dataclasses.fields(MTPDecoder.Config)}
     values = {name: value for name, value in values.items() if name in names}
     return MTPDecoder.Config(**{**values, "layers": layers, "mtp_layers": [mtp_layer]})
@@ -142,7 +148,9 @@ class TestBackwardNeedsEmbeddingWeight(unittest.TestCase):
 
     def test_frozen_original_of_parametrization(self):
         model = _build(_build_config())
-        nn.utils.parametrize.register_parametrization(model.tok_embeddings, "weight", Doubling())
+        nn.utils.parametrize.register_parametrization(
+            model.tok_embeddings, "weight", Doubling()
+        )
         model.tok_embeddings.requires_grad_(False)
         self._check(True, model)
 
@@ -201,7 +209,9 @@ class Collectives:
             return reduce(*args, **kwargs)
 
         with (
-            mock.patch.object(_fsdp_param_group, "foreach_all_gather", record_all_gather),
+            mock.patch.object(
+                _fsdp_param_group, "foreach_all_gather", record_all_gather
+            ),
             mock.patch.object(_fsdp_param_group, "foreach_reduce", record_reduce),
         ):
             yield
@@ -223,7 +233,9 @@ class GlooTestBase(MultiProcContinuousTest):
         **kwargs,
     ) -> Decoder:
         if dp_mesh is None:
-            dp_mesh = init_device_mesh("cpu", (self.world_size,), mesh_dim_names=("fsdp",))
+            dp_mesh = init_device_mesh(
+                "cpu", (self.world_size,), mesh_dim_names=("fsdp",)
+            )
         # Pinned memory needs an accelerator.
         unpinned = mock.patch.object(
             fsdp, "CPUOffloadPolicy", partial(CPUOffloadPolicy, pin_memory=False)
@@ -262,7 +274,9 @@ class GlooTestBase(MultiProcContinuousTest):
                     outputs = model(tokens)
                     outputs = outputs if isinstance(outputs, list) else [outputs]
                     loss = sum(
-                        nn.functional.cross_entropy(o.flatten(0, 1).float(), tokens.flatten())
+                        nn.functional.cross_entropy(
+                            o.flatten(0, 1).float(), tokens.flatten()
+                        )
                         for o in outputs
                     )
                     collectives.in_backward = True
@@ -292,7 +306,9 @@ class GlooTestBase(MultiProcContinuousTest):
             reference, steps=steps, microbatches=microbatches
         )
 
-        self.assertEqual(len(collectives.backward), len(expected.backward) - microbatches)
+        self.assertEqual(
+            len(collectives.backward), len(expected.backward) - microbatches
+        )
         # What is not received: the whole table in the dtype of the computation. A
         # vocabulary of 256,000 and a dim of 6,144 in bfloat16 are 3.15 GB.
         self.assertEqual(
@@ -319,7 +335,9 @@ class GlooTestBase(MultiProcContinuousTest):
         for (name, param), expected in zip(
             model.named_parameters(), reference.parameters(), strict=True
         ):
-            self.assertTrue(torch.equal(param.to_local(), expected.to_local()), msg=name)
+            self.assertTrue(
+                torch.equal(param.to_local(), expected.to_local()), msg=name
+            )
 
 
 class TestEmbeddingSkipBackwardGather(GlooTestBase):
@@ -426,11 +444,15 @@ class TestEmbeddingSkipBackwardGather2D(GlooTestBase):
                 distribute_tensor(embedding.weight, mesh["tp"], [Shard(0)])
             )
             embedding.tp_group = mesh["tp"].get_group()
-            embedding.register_forward_hook(lambda _m, _i, output: SumOverTP.apply(output))
+            embedding.register_forward_hook(
+                lambda _m, _i, output: SumOverTP.apply(output)
+            )
             self.assertIsInstance(embedding.weight, DTensor)
             return model
 
-        self._check_one_fewer(build, dp_mesh=mesh["fsdp"], num_embedding_rows=VOCAB // 2)
+        self._check_one_fewer(
+            build, dp_mesh=mesh["fsdp"], num_embedding_rows=VOCAB // 2
+        )
 
 
 if __name__ == "__main__":

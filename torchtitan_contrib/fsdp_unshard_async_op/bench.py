@@ -51,7 +51,9 @@ class ToyDecoder(nn.Module):
 
     def __init__(self, vocab: int, dim: int, num_blocks: int) -> None:
         super().__init__()
-        self.tok_embeddings = Embedding.Config(num_embeddings=vocab, embedding_dim=dim).build()
+        self.tok_embeddings = Embedding.Config(
+            num_embeddings=vocab, embedding_dim=dim
+        ).build()
         self.layers = nn.ModuleDict({str(i): Block(dim) for i in range(num_blocks)})
         self.norm = nn.RMSNorm(dim)
         self.lm_head = nn.Linear(dim, vocab, bias=False)
@@ -75,7 +77,9 @@ def measure(args: argparse.Namespace, device: torch.device, async_op: bool) -> d
         model = ToyDecoder(args.vocab, args.dim, args.blocks)
     apply_fsdp_to_decoder(
         model,
-        init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",)),
+        init_device_mesh(
+            device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",)
+        ),
         param_dtype=torch.bfloat16,
         reduce_dtype=torch.float32,
         pp_enabled=False,

@@ -46,7 +46,9 @@ def _root_configs() -> dict:
     return dict(
         dim=DIM,
         vocab_size=VOCAB,
-        tok_embeddings=Embedding.Config(num_embeddings=VOCAB, embedding_dim=DIM, param_init=init),
+        tok_embeddings=Embedding.Config(
+            num_embeddings=VOCAB, embedding_dim=DIM, param_init=init
+        ),
         norm=RMSNorm.Config(normalized_shape=DIM, param_init={"weight": nn.init.ones_}),
         lm_head=Linear.Config(in_features=DIM, out_features=VOCAB, param_init=init),
     )
@@ -101,11 +103,15 @@ class TestFsdpUnshardAsyncOpConfig(unittest.TestCase):
     def test_torch_without_the_api(self):
         with mock.patch.object(configs, "FSDPModule", object):
             ParallelismConfig()
-            with self.assertRaisesRegex(ValueError, "apply the contribution unshard_async_op"):
+            with self.assertRaisesRegex(
+                ValueError, "apply the contribution unshard_async_op"
+            ):
                 ParallelismConfig(fsdp_unshard_async_op=True)
 
     def test_symmetric_memory_is_refused(self):
-        with self.assertRaisesRegex(ValueError, "memory pool of their own: set one of the two"):
+        with self.assertRaisesRegex(
+            ValueError, "memory pool of their own: set one of the two"
+        ):
             ParallelismConfig(fsdp_unshard_async_op=True, enable_fsdp_symm_mem=True)
 
     def test_every_model_family_passes_it_on(self):
@@ -122,9 +128,13 @@ class TestFsdpUnshardAsyncOpConfig(unittest.TestCase):
         for path in paths:
             text = path.read_text()
             for node in ast.walk(ast.parse(text)):
-                if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("apply_fsdp"):
+                if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(
+                    "apply_fsdp"
+                ):
                     name = ast.unparse(node.func)
-                    if name != "apply_fsdp_to_vision_encoder":  # then the decoder's covers it
+                    if (
+                        name != "apply_fsdp_to_vision_encoder"
+                    ):  # then the decoder's covers it
                         keywords = {k.arg: ast.unparse(k.value) for k in node.keywords}
                         family = path.parent.relative_to(root).as_posix()
                         passed[family] = keywords.get("unshard_async_op")
@@ -154,7 +164,9 @@ class AllGathers:
             self.async_ops.add(async_op)
             return all_gather(fsdp_params, group, async_op, *args)
 
-        with mock.patch.object(_fsdp_param_group, "foreach_all_gather", record_all_gather):
+        with mock.patch.object(
+            _fsdp_param_group, "foreach_all_gather", record_all_gather
+        ):
             yield
 
 
@@ -174,7 +186,9 @@ class GlooTestBase(MultiProcContinuousTest):
         **kwargs,
     ) -> Decoder:
         if dp_mesh is None:
-            dp_mesh = init_device_mesh("cpu", (self.world_size,), mesh_dim_names=("fsdp",))
+            dp_mesh = init_device_mesh(
+                "cpu", (self.world_size,), mesh_dim_names=("fsdp",)
+            )
         # Pinned memory needs an accelerator.
         unpinned = mock.patch.object(
             fsdp, "CPUOffloadPolicy", partial(CPUOffloadPolicy, pin_memory=False)
@@ -212,7 +226,9 @@ class GlooTestBase(MultiProcContinuousTest):
                     h = tokens
                     for part in parts:
                         h = part(h)
-                    loss = nn.functional.cross_entropy(h.flatten(0, 1).float(), tokens.flatten())
+                    loss = nn.functional.cross_entropy(
+                        h.flatten(0, 1).float(), tokens.flatten()
+                    )
                     all_gathers.in_backward = True
                     loss.backward()
                 total += loss.item()
@@ -236,14 +252,18 @@ class GlooTestBase(MultiProcContinuousTest):
             # FSDP warns where a module was not prefetched in forward.
             warnings.filterwarnings("error", message=".*was not prefetched.*")
             losses, on = self._train(parts, steps=steps, microbatches=microbatches)
-        expected_losses, off = self._train(reference, steps=steps, microbatches=microbatches)
+        expected_losses, off = self._train(
+            reference, steps=steps, microbatches=microbatches
+        )
 
         self.assertEqual(losses, expected_losses, rtol=0, atol=0)
         for part, expected_part in zip(parts, reference, strict=True):
             for (name, param), expected in zip(
                 part.named_parameters(), expected_part.parameters(), strict=True
             ):
-                self.assertTrue(torch.equal(param.to_local(), expected.to_local()), msg=name)
+                self.assertTrue(
+                    torch.equal(param.to_local(), expected.to_local()), msg=name
+                )
         self.assertLessEqual(on.async_ops, {True})
         self.assertLessEqual(off.async_ops, {False})
         self.assertEqual(sorted(on.forward), sorted(off.forward))
@@ -279,13 +299,17 @@ class TestFsdpUnshardAsyncOp(GlooTestBase):
         model = self._shard(_build_dense(), False)
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                self.assertEqual(module._get_fsdp_state()._states_to_forward_prefetch, [])
+                self.assertEqual(
+                    module._get_fsdp_state()._states_to_forward_prefetch, []
+                )
 
     def test_implicit_backward_prefetch_is_kept(self):
         model = self._shard(_build_dense(), True)
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                self.assertEqual(module._get_fsdp_state()._states_to_backward_prefetch, [])
+                self.assertEqual(
+                    module._get_fsdp_state()._states_to_backward_prefetch, []
+                )
 
     def test_expert_parallel_prefetch_is_kept(self):
         # Both directions are explicit; the dense blocks have no use for the EP mesh.
@@ -327,7 +351,10 @@ class TestFsdpUnshardAsyncOp(GlooTestBase):
 
         for policy in ("default", "always"):
             self._check(
-                build, pp_enabled=True, reshard_after_forward_policy=policy, microbatches=2
+                build,
+                pp_enabled=True,
+                reshard_after_forward_policy=policy,
+                microbatches=2,
             )
 
     def test_every_group_of_every_module(self):
@@ -351,7 +378,9 @@ class TestFsdpUnshardAsyncOp(GlooTestBase):
         # A vision encoder is sharded before the decoder.
         model = _build_dense()
         model.vision_encoder = nn.Linear(DIM, DIM)
-        fsdp.apply_fsdp_to_vision_encoder(model.vision_encoder, mesh, torch.bfloat16, torch.float32)
+        fsdp.apply_fsdp_to_vision_encoder(
+            model.vision_encoder, mesh, torch.bfloat16, torch.float32
+        )
         self.assertEqual(flags(self._shard(model, True)), [True] * 7)
 
     def test_given_order(self):
