@@ -47,6 +47,7 @@ def measure(num_positions: int) -> dict[str, float | int]:
     from torchtitan.models.qwen3 import _build_qwen3_layers
     from torchtitan.models.qwen3.model import Qwen3Model
 
+    torch.set_num_threads(1)  # as torchrun does
     dim, init = 8, {"weight": torch.nn.init.zeros_}
     config = Qwen3Model.Config(
         vocab_size=8,
@@ -139,7 +140,8 @@ def main() -> None:
         "positions": args.positions,
         "statistic": f"median of {args.repeats} processes each, interleaved",
         "results": results,
-        "command": f"python bench.py --positions {args.positions} --repeats {args.repeats}",
+        "command": "PYTHONPATH=OVERLAY python bench.py "
+        f"--positions {args.positions} --repeats {args.repeats}",
         "torch": version("torch"),
         "torchtitan": version("torchtitan"),
         "machine": {"cpu": cpu_model(), "cores": os.cpu_count()},
