@@ -1,5 +1,6 @@
 """The table at the end of a run, read from TorchTitan's own TensorBoard files."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -65,4 +66,5 @@ def show(run: Run, *, first_step: int, ranks: int, contributions: Sequence[str])
     checkpoints = run.checkpoints()
     table.add_row("checkpoint", str(run.checkpoint(checkpoints[-1])) if checkpoints else "none")
     table.add_row("TensorBoard", str(tb))
-    Console(soft_wrap=True).print(table)
+    # A log file has no width of its own; what is there to be copied must not be folded.
+    Console(width=None if sys.stdout.isatty() else 160).print(table)

@@ -1,5 +1,6 @@
 """``integration test``: run the planned suites side by side, then one table and one line."""
 
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -23,7 +24,7 @@ REPORTS = REPO / "reports"
 def run(names: Sequence[str], *, prove: bool, full: bool, project: bool, record: bool) -> bool:
     """Run and report; return whether all is as it must be."""
     suites = plan(repository.load(), names, prove=prove, full=full, project=project)
-    console = Console(soft_wrap=True)
+    console = Console(width=None if sys.stdout.isatty() else 160)
     verdicts: list[Verdict] = []
     columns = (
         TextColumn("{task.description}"),
