@@ -30,6 +30,7 @@ from torch.testing._internal.distributed._tensor.common_dtensor import (
     with_comms,
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.inductor_utils import HAS_CPU
 from torch.utils.checkpoint import checkpoint
 
 
@@ -256,7 +257,11 @@ class TestRandomCPUSingleProcess(TestCase):
                 fake = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
                 fake.normal_()
                 torch.rand_like(fake)
+                generator = torch.Generator()
+                generator_before = generator.get_state()
+                fake.normal_(generator=generator)
             self.assertEqual(torch.get_rng_state(), before)
+            self.assertEqual(generator.get_state(), generator_before)
 
         self._on_each_rank(2, draw)
 
@@ -266,7 +271,8 @@ class TestRandomCPUSingleProcess(TestCase):
         def draw(mesh, context):
             t = self._empty(mesh, [Shard(0)], (8, 8))
             with context:
-                return t.normal_().to_local()
+                made = dtensor.randn(8, 8, device_mesh=mesh, placements=[Shard(0)])
+                return made.to_local(), t.normal_().to_local()
 
         plain, meta, counted = (
             self._on_each_rank(2, lambda mesh, c=context: draw(mesh, c()))
@@ -317,21 +323,31 @@ class TestRandomCPUSingleProcess(TestCase):
     def test_compile(self):
         """Eager and compiled draws, and generator states, are the same."""
 
-        def in_place(t):
+        def read_then_draw(t):
+            doubled = t * 2
             t.normal_()
-            return t + 1
+            return doubled + t
 
-        functions = {
-            "in_place": in_place,
-            "two_draws": lambda t: torch.rand_like(t) - torch.rand_like(t),
-            "dropout": lambda t: F.dropout(t) * 2,
-        }
+        def draw_through_a_view(t):
+            view = t.t()
+            t.normal_()
+            return view * 2
+
+        functions = [
+            read_then_draw,
+            draw_through_a_view,
+            lambda t: torch.rand_like(t) - torch.rand_like(t),
+            lambda t: F.dropout(t) * 2,
+        ]
+        cases = [(fn, "aot_eager") for fn in functions]
+        if HAS_CPU:  # a compiler for Inductor
+            cases.append((read_then_draw, "inductor"))
 
         def draw(mesh):
             results = []
-            for fn in functions.values():
+            for fn, backend in cases:
                 torch._dynamo.reset()
-                compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
+                compiled = torch.compile(fn, backend=backend, fullgraph=True)
                 for f in (fn, compiled):
                     torch.manual_seed(5)
                     t = self._empty(mesh, [Shard(0)], (64, 8)).fill_(1.0)
