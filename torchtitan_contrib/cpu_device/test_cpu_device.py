@@ -465,27 +465,24 @@ class TestFluxOffload(unittest.TestCase):
 
 
 class TestMemorySnapshot(unittest.TestCase):
-    def _build(self, device_module, folder):
+    def _enter(self, device_module, folder):
         config = profiler.Profiler.Config(enable_memory_snapshot=True)
         with (
             mock.patch.object(profiler, "device_module", device_module),
             mock.patch.object(torch.distributed, "get_rank", return_value=0),
+            config.build(global_step=0, base_folder=folder) as active,
         ):
-            return profiler.Profiler.build_memory_profiler(
-                SimpleNamespace(_config=config),
-                global_step=0,
-                base_folder=folder,
-                leaf_folder="",
-            )
+            active.step()
+            return active.memory_profiler
 
     def test_ignored_without_allocator_history(self):
         with tempfile.TemporaryDirectory() as folder:
             with self.assertLogs(level=logging.WARNING) as logs:
-                self.assertIsNone(self._build(torch.cpu, folder))
+                self.assertIsNone(self._enter(torch.cpu, folder))
             self.assertIn("enable_memory_snapshot is ignored", logs.output[0])
 
             cuda = mock.Mock()
-            self.assertIsInstance(self._build(cuda, folder), profiler.MemoryProfiler)
+            self.assertIsInstance(self._enter(cuda, folder), profiler.MemoryProfiler)
             cuda.memory._record_memory_history.assert_called_once()
 
 
