@@ -27,7 +27,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
 
-from torchtitan.config import configs, ParallelismConfig
+from torchtitan.config import configs, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import fsdp
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm
@@ -37,6 +37,7 @@ from torchtitan.models.llama3 import _build_llama3_layers
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.models.qwen3 import _build_qwen3_moe_layers
 from torchtitan.models.qwen3.model import Qwen3Model
+from torchtitan.trainer import Trainer
 
 VOCAB, DIM, SEQ_LEN, NUM_LAYERS = 20, 16, 8, 3
 
@@ -113,6 +114,16 @@ class TestFsdpUnshardAsyncOpConfig(unittest.TestCase):
             ValueError, "memory pool of their own: set one of the two"
         ):
             ParallelismConfig(fsdp_unshard_async_op=True, enable_fsdp_symm_mem=True)
+
+    def test_cuda_graphs_are_refused(self):
+        parallelism = ParallelismConfig(fsdp_unshard_async_op=True)
+        with self.assertRaisesRegex(ValueError, "untested with .*disable_cuda_graphs"):
+            Trainer.Config(parallelism=parallelism)
+        Trainer.Config(
+            parallelism=parallelism,
+            training=TrainingConfig(disable_cuda_graphs=True),
+        )
+        Trainer.Config()
 
     def test_every_model_family_passes_it_on(self):
         """Each call of a function that shards for training, in models and experiments."""
