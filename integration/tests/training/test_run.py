@@ -17,8 +17,6 @@ def _copy_at_step_30(uninterrupted: Training, trainer: Trainer) -> None:
     (folder,) = trainer.outputs.glob("mini/*")
     shutil.rmtree(folder / "checkpoint" / "step-60")
     shutil.rmtree(folder / "tb")
-    job = (folder / "job.json").read_text()
-    (folder / "job.json").write_text(job)
 
 
 def test_the_default_run_learns_and_ends_with_the_table(uninterrupted):
