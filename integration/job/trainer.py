@@ -34,6 +34,7 @@ class JobTrainer(Trainer):
     def __init__(self, config: Config) -> None:
         self._stop_asked = False
         self._stopped = False
+        self._start_step: int | None = None
         signal.signal(signal.SIGTERM, self._ask_stop)
         super().__init__(config)
         # The dry-run modes of TorchTitan have one process and no peer to agree with: no group.
@@ -46,6 +47,8 @@ class JobTrainer(Trainer):
         self._stop_asked = True
 
     def should_continue_training(self) -> bool:
+        if self._start_step is None:  # asked first after a checkpoint was loaded
+            self._start_step = self.step
         if not super().should_continue_training():
             return False
         if not self._stop_agreed():
@@ -62,8 +65,11 @@ class JobTrainer(Trainer):
 
     def _save_where_stopped(self) -> None:
         checkpoint = self.config.checkpoint
-        saved = self.step % checkpoint.interval == 0 or (
-            self.step == 1 and checkpoint.enable_first_step_checkpoint
+        # A checkpoint is never written over itself: cut off, it would take the last good one along.
+        saved = (
+            self.step == self._start_step
+            or self.step % checkpoint.interval == 0
+            or (self.step == 1 and checkpoint.enable_first_step_checkpoint)
         )
         if checkpoint.enable and not saved:
             # A run that is to go on needs all of its state, whatever the config keeps at the end.
