@@ -44,9 +44,12 @@ def train(request: Request) -> None:
             raise UserError(f"--ranks {request.ranks} needs as many GPUs, and torch sees {gpus}")
     ranks = request.ranks or gpus or 2
 
-    run, job = _resumed(request) if request.resume else _fresh(request)
+    resumed = Run.latest(request.config) if request.resume else None
+    job = _continued(request, resumed.job()) if resumed else _fresh(request)
+    # Looked at before a folder is made: a mistake leaves no empty run behind.
     vocab = job_data.tokenizer_size(Path(job.tokenizer))
     job_data.Source.at(Path(job.data)).check()
+    run = resumed or Run.new(request.config)
     run.write(Job(job.config, job.data, job.tokenizer, job.options, patched.names))
     run.remove_incomplete()
     run.forget_end()
@@ -80,21 +83,15 @@ def _contributions(without: tuple[str, ...]) -> list[str] | None:
     return [name for name in known if name not in without]
 
 
-def _fresh(request: Request) -> tuple[Run, Job]:
+def _fresh(request: Request) -> Job:
     tokenizer, data = request.tokenizer, request.data
     if tokenizer is None or data is None:
         default_tokenizer, default_data = job_data.default_folders()
         tokenizer, data = tokenizer or default_tokenizer, data or default_data
-    # Looked at before a folder is made: a mistake leaves no empty run behind.
-    job_data.tokenizer_size(tokenizer)
-    job_data.Source.at(data).check()
-    job = Job(request.config, str(data.absolute()), str(tokenizer.absolute()), request.options, ())
-    return Run.new(request.config), job
+    return Job(request.config, str(data.absolute()), str(tokenizer.absolute()), request.options, ())
 
 
-def _resumed(request: Request) -> tuple[Run, Job]:
-    run = Run.latest(request.config)
-    before = run.job()
+def _continued(request: Request, before: Job) -> Job:
     data = str(request.data.absolute()) if request.data else before.data
     tokenizer = str(request.tokenizer.absolute()) if request.tokenizer else before.tokenizer
-    return run, Job(before.config, data, tokenizer, before.options + request.options, ())
+    return Job(before.config, data, tokenizer, before.options + request.options, ())
