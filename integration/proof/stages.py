@@ -48,7 +48,7 @@ def plan(
     full: bool,
     project: bool,
 ) -> list[Suite]:
-    """Return the suites to run, longest stages of a contribution side by side.
+    """Return the suites to run, in the order of the report.
 
     Raises:
         UserError: an unknown name, or a contribution without test files.
@@ -63,7 +63,6 @@ def plan(
             if not names or contribution.name in names:
                 suites.append(_suite(contribution, stage))
     if project:
-        # Two halves: the trainings take as long as all the rest.
         tests = REPO / "integration" / "tests"
         parts = sorted(p for p in tests.iterdir() if p.is_dir() and any(p.rglob("test_*.py")))
         suites += [Suite(f"project/{p.name}", Stage.PROJECT, (p,)) for p in parts]
