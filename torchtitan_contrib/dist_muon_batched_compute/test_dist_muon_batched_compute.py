@@ -208,7 +208,14 @@ class TestLocalBatches(unittest.TestCase):
         for step in range(3):
             grads = random_tensors(self.shapes, seed=step)
             self._set_grads(params, grads)
-            optimizer.step()
+            with mock.patch.object(
+                dist_muon,
+                "_compute_muon_direction",
+                wraps=dist_muon._compute_muon_direction,
+            ) as compute:
+                optimizer.step()
+            # As a batch of one, it would take another kernel on a GPU.
+            self.assertEqual([c.args[0].ndim for c in compute.mock_calls], [2] * 6)
             plain.step({n: g[:2] for n, g in grads.items()})
         for name, local in self._locals(params).items():
             expected = torch.stack([m.detach() for m in plain.params[name]])

@@ -181,12 +181,12 @@ class TestTransfersAreHidden(unittest.TestCase):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
         self.addCleanup(dist.destroy_process_group)
 
-    def _step(self, num_buckets: int, num_experts: int):
-        """Simulate a step: one matrix a bucket, experts on this rank. A matrix
+    def _step(self, num_experts: int):
+        """Simulate a step: four buckets of one matrix, experts on this rank. A matrix
         computes for 1 unit of time, a transfer takes 2."""
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
         locals_ = {
-            f"bucket{i}.w": (torch.ones(2, 4), Owned()) for i in range(num_buckets)
+            f"bucket{i}.w": (torch.ones(2, 4), Owned()) for i in range(4)
         } | {
             f"experts{i}": (torch.ones(1, 4, 4), Shard(0)) for i in range(num_experts)
         }
@@ -196,17 +196,20 @@ class TestTransfersAreHidden(unittest.TestCase):
             param.grad = DTensor.from_local(local, mesh, [Shard(0)])
             params.append(param)
         device = SimulatedDevice()
-        order = []
+        order, transfers, computed = [], [], []  # the last two: (begin, end)
 
         def transfer(schedule, *, output, input):
+            transfers.append((device.current.time, device.current.time + 2))
             device.current.time += 2
             order.append("transfer")
 
         def compute(prepared, *, out, **settings):
             num_matrices = prepared.shape[0] if prepared.ndim == 3 else 1
             self.assertIs(device.current, device.compute)
-            device.compute.time += num_matrices
             order.append("local" if prepared.ndim == 3 else "bucket")
+            if prepared.ndim == 2:
+                computed.append((device.compute.time, device.compute.time + 1))
+            device.compute.time += num_matrices
             return out
 
         with mock.patch.object(
@@ -223,15 +226,29 @@ class TestTransfersAreHidden(unittest.TestCase):
                     for name, (_, sharding) in locals_.items()
                 },
                 bucket_configs=[BucketConfig(("experts*",))]
-                + [BucketConfig((f"bucket{i}.*",)) for i in range(num_buckets)],
+                + [BucketConfig((f"bucket{i}.*",)) for i in range(4)],
                 matrices_per_batch=2,
             )
             optimizer.step()
+        self._assert_dependencies(optimizer, transfers, computed)
+        self.assertGreaterEqual(device.compute.time, transfers[-1][1])
         return device, order
+
+    def _assert_dependencies(self, optimizer, transfers, computed):
+        """No bucket before its gather, no return before its bucket, on this rank's own."""
+        # Gathers 0 and 1, then in turn return i and gather i + 2 while there are any.
+        kinds = ["gather", "gather", "return", "gather", "return", "gather"]
+        kinds += ["return", "return"]
+        gathers = [t for t, kind in zip(transfers, kinds, strict=True) if kind == "gather"]
+        returns = [t for t, kind in zip(transfers, kinds, strict=True) if kind == "return"]
+        own = [i for i, b in enumerate(optimizer._batch_plan.redistributed) if b]
+        for index, (begin, end) in zip(own, computed, strict=True):
+            self.assertGreaterEqual(begin, gathers[index][1])
+            self.assertGreaterEqual(returns[index][0], end)
 
     def test_no_transfer_is_exposed_where_local_work_suffices(self):
         # 8 transfers take 16; the experts take 24, in 12 batches.
-        device, order = self._step(num_buckets=4, num_experts=24)
+        device, order = self._step(num_experts=24)
         self.assertEqual(device.exposed, 0)
         self.assertEqual(device.compute.time, 24 + order.count("bucket"))
         self.assertEqual(order[:3], ["transfer", "transfer", "local"])
@@ -241,10 +258,10 @@ class TestTransfersAreHidden(unittest.TestCase):
         self.assertLessEqual(len(shares[0]), len(shares[-1]))
 
     def test_only_what_local_work_cannot_hide_is_exposed(self):
-        device, _ = self._step(num_buckets=4, num_experts=8)
+        device, _ = self._step(num_experts=8)
         # 16 units of transfers, at most 4 buckets on this rank and 8 of experts.
         self.assertLessEqual(device.exposed, 16 - 8)
-        nothing, _ = self._step(num_buckets=4, num_experts=0)
+        nothing, _ = self._step(num_experts=0)
         self.assertLess(device.exposed, nothing.exposed)
 
 
