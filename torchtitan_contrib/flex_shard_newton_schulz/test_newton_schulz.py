@@ -246,14 +246,14 @@ package.__path__ = [sys.argv[1]]
 sys.modules["flex_shard"] = package
 from flex_shard import _newton_schulz_triton as kernels, newton_schulz
 
-kernels._BLOCK, kernels._BLOCK_K = 32, 16
+kernels._BLOCK, kernels._BLOCK_K = 32, 32
 
 def check(got, expected):
     assert torch.equal(got, got.mT)
     error = (got.double() - expected).norm() / expected.norm()
     assert error < 5e-4, error
 
-for n, m in ((8, 8), (64, 96), (72, 40)):
+for n, m in ((8, 8), (72, 40)):
     x = torch.randn(2, n, m).half()
     for layout in (x, x.mT.contiguous().mT):
         check(kernels.symmetric_product(layout, layout.mT), x.double() @ x.double().mT)
@@ -270,7 +270,7 @@ x, scale = torch.randn(3, 10, 150), torch.rand(3, 1, 1)
 assert torch.equal(kernels.scale_to_float16(x, scale), (x * scale).half())
 
 settings = dict(ns_coefficients=(3.4445, -4.775, 2.0315), ns_steps=5, eps=1e-7)
-for update in (torch.randn(2, 40, 72), torch.randn(2, 72, 40)):
+for update in (torch.randn(1, 40, 72), torch.randn(1, 72, 40)):
     plain = newton_schulz.orthogonalize(update, method="gram", **settings)
     newton_schulz._symmetric_product_for = lambda x: kernels.symmetric_product
     got = newton_schulz.orthogonalize(update, method="gram", **settings)
