@@ -46,7 +46,8 @@ from torchtitan.distributed.flex_shard import (
 from torchtitan.distributed.flex_shard._host_memory import empty_host
 from torchtitan.distributed.flex_shard._host_offload import _UpdateSplit
 from torchtitan.distributed.flex_shard._host_passes import compile_host_passes
-from torchtitan.distributed.flex_shard.dist_muon import _compute_muon_direction
+from torchtitan.distributed.flex_shard._matrix_batches import _NewtonSchulzSettings
+from torchtitan.distributed.flex_shard.dist_muon import DistMuon
 
 # Bytes a parameter over the link and through host memory; see _UpdateSplit.
 SPLIT_BYTES = {
@@ -54,7 +55,7 @@ SPLIT_BYTES = {
     "weight_on_host": (8, 6, 24),
     "on_device": (12, 8, 20),
 }
-NS_OPTIONS = {"ns_coefficients": (3.4445, -4.7750, 2.0315), "ns_steps": 5, "eps": 1e-7}
+NEWTON_SCHULZ = _NewtonSchulzSettings((3.4445, -4.7750, 2.0315), steps=5, eps=1e-7)
 
 
 class State:
@@ -124,7 +125,9 @@ def median_of(function: Callable[[], object], device, repeats: int = 5) -> float
     return statistics.median(timed(function, device) for _ in range(repeats))
 
 
-def measure_rates(args: argparse.Namespace, device: torch.device) -> dict[str, float]:
+def measure_rates(
+    args: argparse.Namespace, device: torch.device, optimizer: DistMuon
+) -> dict[str, float]:
     """Bytes a second of the link and of host memory; seconds a matrix of Newton-Schulz."""
     numel = args.sample
     sent, received = (empty_host(numel, torch.float32, device).zero_() for _ in "ab")
@@ -161,7 +164,7 @@ def measure_rates(args: argparse.Namespace, device: torch.device) -> dict[str, f
     rates["host"] = max(v for k, v in rates.items() if k.startswith("host_"))
     batch = torch.randn(8, args.rows, args.columns, device=device).bfloat16()
     rates["newton_schulz_a_matrix"] = (
-        median_of(lambda: _compute_muon_direction(batch, out=batch, **NS_OPTIONS), device)
+        median_of(lambda: optimizer._compute_matrices(NEWTON_SCHULZ, batch), device)
         / 8
     )
     return rates
@@ -187,7 +190,7 @@ def peer_steps(args: argparse.Namespace, state: State) -> dict[str, Callable | s
     steps: dict[str, Callable | str] = {}
     try:
         muon = importlib.import_module("muonium").Muon
-        for batch_size in (8, 16):
+        for batch_size in args.muonium_batches:
             optimizer = muon(
                 state.plain(),
                 lr=1e-4,
@@ -211,6 +214,7 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=1 << 28, help="elements for rates")
     parser.add_argument("--cpu-matrices", type=int, default=12)
     parser.add_argument("--peers", type=Path)
+    parser.add_argument("--muonium-batches", type=int, nargs="+", default=[16])
     parser.add_argument("--trace", type=Path, help="folder for a Chrome trace")
     args = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -220,11 +224,11 @@ def main() -> None:
         args.sample = min(args.sample, 1 << 16)
     else:
         torch.cuda.set_device(device)
-    rates = measure_rates(args, device)
     state = State(args, device)
 
     forced = {"host_offload": True} if args.device == "cpu" else {}
     chosen = state.muon(**forced)
+    rates = measure_rates(args, device, chosen)
     optimizers = {"auto": chosen}
     for split in _UpdateSplit:
         optimizers[split.value] = state.muon(update_split=split.value, **forced)
