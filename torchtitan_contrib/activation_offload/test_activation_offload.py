@@ -13,6 +13,7 @@ reference is always FullAC on a copy of the same model.
 import copy
 import ctypes
 import gc
+import time
 import unittest
 import weakref
 from contextlib import nullcontext
@@ -862,14 +863,23 @@ class TestFullACOffloadCUDA(TestFullACOffload):
     def test_buffers_are_pinned_and_unpinned(self):
         _, model, offload = self.build()
         self.step(model)
-        for buffers in offload.pool._free.values():
-            for buffer in buffers:
-                self.assertTrue(buffer.is_pinned())
-        memory = buffers[0]
-        buffers = buffer = None
+        memory = next(iter(offload.pool._free.values()))[0]
+        source = torch.ones_like(memory, device="cuda")
+
+        def copy_waits() -> bool:
+            """Whether a copy to ``memory`` waits for the device, as to pageable memory."""
+            torch.cuda.synchronize()
+            torch.cuda._sleep(500_000_000)  # a quarter of a second or more
+            start = time.perf_counter()
+            memory.copy_(source, non_blocking=True)
+            waited = time.perf_counter() - start
+            torch.cuda.synchronize()
+            return waited > 0.1
+
+        self.assertFalse(copy_waits())
         del model, offload
         gc.collect()
-        self.assertFalse(memory.is_pinned())
+        self.assertTrue(copy_waits())
 
     def test_no_synchronization_after_the_first_step(self):
         _, model, _ = self.build()

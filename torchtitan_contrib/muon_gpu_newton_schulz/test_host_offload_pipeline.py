@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 from hypothesis import given, settings, strategies as st
+from torch._inductor.utils import run_and_get_cpp_code
 
 from torchtitan.distributed.flex_shard import _host_memory, _host_passes
 from torchtitan.distributed.flex_shard._host_memory import (
@@ -226,9 +227,19 @@ class TestPipeline(unittest.TestCase):
 
 class TestHostPasses(unittest.TestCase):
     def test_compiled_passes_match_the_stock_ones(self):
+        threads = torch.get_num_threads()
+        self.addCleanup(torch.set_num_threads, threads)
+        torch.set_num_threads(2)
         compiled = compile_host_passes(torch.float32)
         if compiled is None:
             self.skipTest("torch.compile has no C++ compiler here")
+        weight = torch.ones(_host_passes._COMPILED_FOR + 2000)
+        direction = weight.bfloat16()
+        torch._dynamo.reset()  # compile once more, and look at the kernel
+        _, code = run_and_get_cpp_code(
+            compiled.apply_direction, weight, direction, decay=1.0, step_size=0.5
+        )
+        self.assertIn("omp parallel", code)
         generator = torch.Generator().manual_seed(0)
         # Sizes that the check at construction has not seen, and one below a vector.
         for size in (1, 7, 4099):
@@ -350,6 +361,7 @@ class TestPipelineOnCUDA(unittest.TestCase):
             self.assertEqual(
                 torch.cuda.host_memory_stats()["allocated_bytes.current"], pinned
             )
+            del pipeline, stacks  # before the next split is measured
 
     def test_timing_of_splits(self):
         seconds = time_splits(
