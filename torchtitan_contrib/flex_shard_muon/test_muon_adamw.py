@@ -79,7 +79,9 @@ class TestMuonAdamW(TestCase):
     maxDiff = None
 
     def test_tables(self):
-        self.assertExpectedInline(table(spec("llama3")), """\
+        self.assertExpectedInline(
+            table(spec("llama3")),
+            """\
 group  optimizer  parameters                                 shape       updated as  tensors   elements   share
 0      Muon       layers.*.attention.qkv_linear.wqkv.weight  768 x 256   1 matrix          6  1,179,648  19.14%
 0      Muon       layers.*.attention.wo.weight               256 x 256   1 matrix          6    393,216   6.38%
@@ -90,8 +92,11 @@ group  optimizer  parameters                                 shape       updated
 1      AdamW      tok_embeddings.weight                      2048 x 256                    1    524,288   8.51%
 1      AdamW      vectors                                                                 13      3,328   0.05%
 1      AdamW      lm_head.weight                             2048 x 256                    1    524,288   8.51%
-1      AdamW      all                                                                     15  1,051,904  17.07%""")
-        self.assertExpectedInline(table(spec("qwen3")), """\
+1      AdamW      all                                                                     15  1,051,904  17.07%""",
+        )
+        self.assertExpectedInline(
+            table(spec("qwen3")),
+            """\
 group  optimizer  parameters                                 shape       updated as  tensors    elements   share
 0      Muon       layers.*.attention.qkv_linear.wqkv.weight  4096 x 256  1 matrix          8   8,388,608  26.22%
 0      Muon       layers.*.attention.wo.weight               256 x 2048  1 matrix          8   4,194,304  13.11%
@@ -101,8 +106,11 @@ group  optimizer  parameters                                 shape       updated
 0      Muon       all                                                                     40  31,457,280  98.34%
 1      AdamW      tok_embeddings.weight                      2048 x 256                    1     524,288   1.64%
 1      AdamW      vectors                                                                 33       6,400   0.02%
-1      AdamW      all                                                                     34     530,688   1.66%""")
-        self.assertExpectedInline(table(spec("qwen3", "debugmodel_moe")), """\
+1      AdamW      all                                                                     34     530,688   1.66%""",
+        )
+        self.assertExpectedInline(
+            table(spec("qwen3", "debugmodel_moe")),
+            """\
 group  optimizer  parameters                                        shape           updated as   tensors     elements   share
 0      Muon       layers.*.attention.qkv_linear.wqkv.weight         4096 x 256      1 matrix           8    8,388,608   2.66%
 0      Muon       layers.*.attention.wo.weight                      256 x 2048      1 matrix           8    4,194,304   1.33%
@@ -114,9 +122,11 @@ group  optimizer  parameters                                        shape       
 1      AdamW      vectors                                                                             33        6,400   0.00%
 1      AdamW      layers.*.moe.router.gate.weight                   64 x 256                           8      131,072   0.04%
 1      AdamW      lm_head.weight                                    2048 x 256                         1      524,288   0.17%
-1      AdamW      all                                                                                 43    1,186,048   0.38%""")
+1      AdamW      all                                                                                 43    1,186,048   0.38%""",
+        )
         self.assertExpectedInline(
-            table(spec("deepseek_v3"), per_head=True), """\
+            table(spec("deepseek_v3"), per_head=True),
+            """\
 group  optimizer  parameters                                        shape          updated as             tensors    elements   share
 0      Muon       layers.*.attention.wq.weight                      3072 x 256     16 blocks of 192 rows        6   4,718,592  14.29%
 0      Muon       layers.*.attention.wkv_a.weight                   576 x 256      1 matrix                     6     884,736   2.68%
@@ -136,10 +146,11 @@ group  optimizer  parameters                                        shape       
 1      AdamW      vectors                                                                                      19       6,400   0.02%
 1      AdamW      layers.*.moe.router.gate.weight                   8 x 256                                     5      10,240   0.03%
 1      AdamW      lm_head.weight                                    2048 x 256                                  1     524,288   1.59%
-1      AdamW      all                                                                                          26   1,065,216   3.23%"""
+1      AdamW      all                                                                                          26   1,065,216   3.23%""",
         )
         self.assertExpectedInline(
-            table(spec("gpt_oss", moe_comm_backend="standard")), """\
+            table(spec("gpt_oss", moe_comm_backend="standard")),
+            """\
 group  optimizer  parameters                                                 shape           updated as  tensors    elements   share
 0      Muon       layers.*.attention.qkv_linear.wqkv.weight                  5120 x 256      1 matrix          4   5,242,880   6.43%
 0      Muon       layers.*.attention.wo.weight                               256 x 4096      1 matrix          4   4,194,304   5.15%
@@ -152,7 +163,7 @@ group  optimizer  parameters                                                 sha
 1      AdamW      layers.*.moe.routed_experts.inner_experts.mlp2_bias_ED     8 x 256                           4       8,192   0.01%
 1      AdamW      layers.*.moe.router.gate.weight                            8 x 256                           4       8,192   0.01%
 1      AdamW      lm_head.weight                                             2048 x 256                        1     524,288   0.64%
-1      AdamW      all                                                                                         39   1,273,376   1.56%"""
+1      AdamW      all                                                                                         39   1,273,376   1.56%""",
         )
 
     def test_one_trillion(self):
@@ -191,7 +202,9 @@ group  optimizer  parameters                                                 sha
             layer.moe.shared_experts = make_ffn_config(
                 dim=6144, hidden_dim=1792, w1_param_init=init, w2w3_param_init=init
             )
-        self.assertExpectedInline(table(model_spec), """\
+        self.assertExpectedInline(
+            table(model_spec),
+            """\
 group  optimizer  parameters                                        shape              updated as    tensors         elements   share
 0      Muon       layers.*.attention.qkv_linear.wqkv.weight         10240 x 6144       1 matrix           74    4,655,677,440   0.49%
 0      Muon       layers.*.attention.wo.weight                      6144 x 6144        1 matrix           74    2,793,406,464   0.29%
@@ -206,7 +219,8 @@ group  optimizer  parameters                                        shape       
 1      AdamW      layers.*.moe.router.gate.weight                   384 x 6144                            74      174,587,904   0.02%
 1      AdamW      vectors                                                                                149          915,456   0.00%
 1      AdamW      lm_head.weight                                    256000 x 6144                          1    1,572,864,000   0.17%
-1      AdamW      all                                                                                    225    3,321,231,360   0.35%""")
+1      AdamW      all                                                                                    225    3,321,231,360   0.35%""",
+        )
 
     def test_roles_move_matrices(self):
         llama3 = spec("llama3")
@@ -214,9 +228,16 @@ group  optimizer  parameters                                        shape       
         self.assertEqual(matrices[0], "tok_embeddings.weight")
         self.assertEqual(matrices[-1], "lm_head.weight")
         self.assertNotIn("router", str(matrices))  # absent, and no error to name it
-        self.assertEqual(muon_names(llama3, exclude=("embedding", "head")), matrices[1:-1])
         self.assertEqual(
-            {name.split(".")[2] for name in muon_names(llama3, exclude=("embedding", "head", "attention"))},
+            muon_names(llama3, exclude=("embedding", "head")), matrices[1:-1]
+        )
+        self.assertEqual(
+            {
+                name.split(".")[2]
+                for name in muon_names(
+                    llama3, exclude=("embedding", "head", "attention")
+                )
+            },
             {"feed_forward"},
         )
 
@@ -241,7 +262,10 @@ group  optimizer  parameters                                        shape       
 
     def test_config_is_plain_data(self):
         config = muon_adamw(
-            spec("deepseek_v3"), lr=1e-3, per_head=True, overrides_by_pattern={"wo": {"lr": 1}}
+            spec("deepseek_v3"),
+            lr=1e-3,
+            per_head=True,
+            overrides_by_pattern={"wo": {"lr": 1}},
         )
         self.assertEqual(copy.deepcopy(config), config)
         as_dict = json.loads(json.dumps(config.to_dict()))
@@ -262,7 +286,11 @@ group  optimizer  parameters                                        shape       
         )
         self.assertEqual(
             [
-                (g.optimizer_name, g.optimizer_kwargs["lr"], g.optimizer_kwargs["weight_decay"])
+                (
+                    g.optimizer_name,
+                    g.optimizer_kwargs["lr"],
+                    g.optimizer_kwargs["weight_decay"],
+                )
                 for g in config.param_groups
             ],
             [
@@ -273,8 +301,12 @@ group  optimizer  parameters                                        shape       
                 ("AdamW", 1e-3, 0.1),
             ],
         )
-        self.assertRegex("layers.0.feed_forward.w2.weight", config.param_groups[0].pattern)
-        self.assertNotRegex("layers.1.feed_forward.w2.weight", config.param_groups[0].pattern)
+        self.assertRegex(
+            "layers.0.feed_forward.w2.weight", config.param_groups[0].pattern
+        )
+        self.assertNotRegex(
+            "layers.1.feed_forward.w2.weight", config.param_groups[0].pattern
+        )
 
     def test_dead_override(self):
         cases = {
@@ -290,9 +322,13 @@ group  optimizer  parameters                                        shape       
                 )
 
     def test_unknown_hyperparameter(self):
-        with self.assertRaisesRegex(ValueError, r"Muon has no.*\['betas'\]; known: .*momentum"):
+        with self.assertRaisesRegex(
+            ValueError, r"Muon has no.*\['betas'\]; known: .*momentum"
+        ):
             muon_adamw(
-                spec("llama3"), lr=1e-3, overrides_by_pattern={"wo": {"betas": (0.9, 0.9)}}
+                spec("llama3"),
+                lr=1e-3,
+                overrides_by_pattern={"wo": {"betas": (0.9, 0.9)}},
             )
 
     def test_heads_that_differ_between_layers(self):
@@ -331,7 +367,9 @@ class TestJudgedOnTheWholeModel(TestCase):
         for layer in model.layers.values():
             layer.feed_forward.w13 = layer.feed_forward.w1
             del layer.feed_forward.w1
-        message = r"layers\.\*\.feed_forward\.w1\.weight' matched.*was the model changed"
+        message = (
+            r"layers\.\*\.feed_forward\.w1\.weight' matched.*was the model changed"
+        )
         with self.assertRaisesRegex(ValueError, message):
             config.judge(model)
 
@@ -384,7 +422,9 @@ class TestPipelineStages(FakeProcessGroupTestCase):
         for keep, optimizers in stages.items():
             container = judged.build(model_parts=[self.stage(model, keep)])
             self.assertEqual([type(o).__name__ for o in container], optimizers)
-            names |= {n for o in container for g in o.param_groups for n in g["param_names"]}
+            names |= {
+                n for o in container for g in o.param_groups for n in g["param_names"]
+            }
         self.assertEqual(names, {name for name, _ in model.named_parameters()})
 
     def test_a_stage_without_adamw_parameters_builds(self):
@@ -412,14 +452,18 @@ class TestPipelineStages(FakeProcessGroupTestCase):
         container = config.build(model_parts=[model.to_empty(device="cpu")])
         muon = next(iter(container))
         self.assertEqual(len(muon.param_groups[0]["params"]), 30)
-        self.assertIn("layers.0.attention.wo.weight", muon.param_groups[0]["param_names"])
+        self.assertIn(
+            "layers.0.attention.wo.weight", muon.param_groups[0]["param_names"]
+        )
 
 
 class TestDerivedLayouts(FakeProcessGroupTestCase):
     world_size = 8
 
     def param(self, shape, mesh, placements) -> DTensor:
-        return distribute_tensor(torch.zeros(shape), mesh, placements, src_data_rank=None)
+        return distribute_tensor(
+            torch.zeros(shape), mesh, placements, src_data_rank=None
+        )
 
     def test_axes_that_shard(self):
         hsdp = self.mesh(dp_replicate=2, dp_shard=4)
@@ -433,7 +477,10 @@ class TestDerivedLayouts(FakeProcessGroupTestCase):
         }
         layouts = derive_compute_layouts(params, {"heads": 2})
         self.assertEqual(
-            {name: dict(layout.shardings_by_mesh_axis) for name, layout in layouts.items()},
+            {
+                name: dict(layout.shardings_by_mesh_axis)
+                for name, layout in layouts.items()
+            },
             {
                 "matrix": {"dp_shard": Owned()},
                 "heads": {"dp_shard": BlockShard(dim=0, block_size=2)},
@@ -452,7 +499,10 @@ class TestDerivedLayouts(FakeProcessGroupTestCase):
         params["layers.2.moving"] = self.param((2, 4, 4), sparse, [Shard(1), Shard(0)])
         params["mtp_layers.0.wo"] = self.param((8, 4), dense, [Shard(0)])
         self.assertEqual(
-            [(bucket.name, bucket.patterns) for bucket in derive_bucket_configs(params)],
+            [
+                (bucket.name, bucket.patterns)
+                for bucket in derive_bucket_configs(params)
+            ],
             [
                 ("layers.0", ("layers.0.wo",)),
                 (
@@ -469,7 +519,9 @@ class TestDerivedLayouts(FakeProcessGroupTestCase):
     def test_plain_tensors(self):
         model_spec = spec("llama3")
         config = muon_adamw(model_spec, lr=1e-3)
-        with self.assertRaisesRegex(TypeError, "seed checkpoint.*can be made with AdamW"):
+        with self.assertRaisesRegex(
+            TypeError, "seed checkpoint.*can be made with AdamW"
+        ):
             config.build(model_parts=[whole_model(model_spec)])
 
 
@@ -477,7 +529,9 @@ class TestEqualsKimiRecipe(FakeProcessGroupTestCase):
     def test_layouts_and_buckets(self):
         # The recipe's module also imports the image pipeline, which needs torchvision.
         images = "torchtitan.hf_datasets.multimodal"
-        stubs = {f"{images}.{name}": MagicMock() for name in ("mm_datasets", "utils.image")}
+        stubs = {
+            f"{images}.{name}": MagicMock() for name in ("mm_datasets", "utils.image")
+        }
         with patch.dict(sys.modules, stubs):
             registry = importlib.import_module(
                 "torchtitan.models.kimi_k2_7.config_registry"
@@ -485,12 +539,19 @@ class TestEqualsKimiRecipe(FakeProcessGroupTestCase):
         model_spec = registry.model_registry("debugmodel")
         recipe = registry._dist_muon_optimizer(model_spec, lr=8e-4)
         derived = muon_adamw(
-            model_spec, lr=8e-4, exclude=("embedding", "head"), per_head=True, implementation="foreach"
+            model_spec,
+            lr=8e-4,
+            exclude=("embedding", "head"),
+            per_head=True,
+            implementation="foreach",
         )
         self.assertEqual(
             [g.optimizer_kwargs for g in derived.param_groups],
             [
-                {**g.optimizer_kwargs, **({"fused": False} if "foreach" in g.optimizer_kwargs else {})}
+                {
+                    **g.optimizer_kwargs,
+                    **({"fused": False} if "foreach" in g.optimizer_kwargs else {}),
+                }
                 for g in recipe.param_groups
             ],
         )
@@ -513,7 +574,11 @@ class TestEqualsKimiRecipe(FakeProcessGroupTestCase):
         }
         self.assertEqual(
             set(params),
-            {n for n, _ in model.named_parameters() if re.search(recipe.param_groups[0].pattern, n)},
+            {
+                n
+                for n, _ in model.named_parameters()
+                if re.search(recipe.param_groups[0].pattern, n)
+            },
         )
         rows = derived.optimizer_factory_kwargs_by_name["Muon"]["block_rows_by_pattern"]
         layouts = derive_compute_layouts(params, rows)

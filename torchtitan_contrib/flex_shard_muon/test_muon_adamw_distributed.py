@@ -4,7 +4,7 @@
 # This source code is licensed under the BSD-style license found in the
 # LICENSE file in the root directory of this source tree.
 
-"""Updates of a sharded model by ``muon_adamw``, on two gloo ranks.
+"""Updates of a sharded model by ``muon_adamw``, on two ranks that are threads.
 
 The reference is ``torch.optim.Muon`` on whole matrices, one by one, and AdamW.
 """
@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
-from torch.testing._internal.common_distributed import MultiProcContinuousTest
+from torch.testing._internal.common_distributed import MultiThreadedTestCase
 
 from torchtitan.components.optimizer import LRSchedulersContainer, muon_adamw
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
@@ -127,7 +127,9 @@ class Reference:
             for name, value in weights.items()
         }
         groups = {
-            muon: [p for n, ps in self.params.items() if is_muons(n) == muon for p in ps]
+            muon: [
+                p for n, ps in self.params.items() if is_muons(n) == muon for p in ps
+            ]
             for muon in (True, False)
         }
         self.optimizers = [
@@ -153,16 +155,14 @@ class Reference:
             optimizer.step()
 
 
-class TestMuonAdamWOnTwoRanks(MultiProcContinuousTest):
-    world_size = 2
+class TestMuonAdamWOnTwoRanks(MultiThreadedTestCase):
+    @property
+    def world_size(self):
+        return 2
 
-    @classmethod
-    def backend_str(cls):
-        return "gloo"
-
-    @classmethod
-    def device_type(cls):
-        return "cpu"
+    def setUp(self):
+        super().setUp()
+        self._spawn_threads()
 
     def check_against_reference(self, per_head: bool) -> None:
         model_spec = tiny_spec()
