@@ -4,6 +4,9 @@
 # This source code is licensed under the BSD-style license found in the
 # LICENSE file in the root directory of this source tree.
 
+# Tables are as wide as they are logged.
+# flake8: noqa: E501
+
 """Which parameters have Muon, and where they are computed, for every decoder.
 
 Models are on the meta device and process groups are fake: no process is started.
@@ -33,7 +36,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.components.optimizer import (
     default_adamw,
     muon_adamw,
-    OptimizersContainer,
     ParamGroupConfig,
 )
 from torchtitan.components.optimizer.param_groups import format_param_groups
