@@ -19,10 +19,10 @@ from integration.job.run import Run
 from integration.paths import REPO
 from integration.tests.slurm.conftest import Slurm
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
-STEPS, INTERVAL = 24, 5
-PATIENCE = 240  # seconds for a start, of 15 on two free cores
+STEPS, INTERVAL = 16, 4
+PATIENCE = 500  # seconds for a start, of 15 on two free cores; several suites may share them
 
 
 class Job:
@@ -100,6 +100,7 @@ def test_a_killed_rank_and_a_pre_emption_cost_no_more_than_the_steps_since_a_che
         tmp_path / "my outputs",
         f"--training.steps={STEPS}",
         f"--checkpoint.interval={INTERVAL}",
+        "--training.seq_len=64",
     )
 
     # A rank dies, one step or more after a checkpoint.
