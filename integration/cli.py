@@ -12,6 +12,7 @@ import typer
 
 from integration.errors import UserError
 from integration.job.cli import train
+from integration.job.slurm.cli import launch
 from integration.patchset.cli import env, patches
 from integration.proof.cli import test
 
@@ -23,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command(name="train")(train)
+app.command(name="launch")(launch)
 app.command(name="test")(test)
 app.command(name="env")(env)
 app.add_typer(patches, name="patches")

@@ -162,6 +162,14 @@ def tokenizer_size(folder: Path) -> int:
     return size
 
 
+def folders(tokenizer: Path | None, data: Path | None) -> tuple[Path, Path]:
+    """Return the folders of tokenizer and data, absolute; None stands for the default's."""
+    if tokenizer is None or data is None:
+        default_tokenizer, default_data = default_folders()
+        tokenizer, data = tokenizer or default_tokenizer, data or default_data
+    return tokenizer.absolute(), data.absolute()
+
+
 def default_folders() -> tuple[Path, Path]:
     """Return the folders of the tokenizer and the data built from the pins, building them once.
 

@@ -31,6 +31,8 @@ from integration.paths import REPO, cache_dir
 SHUTDOWN_SECONDS = 45
 AGENT_LOG = "torchrun.log"
 FULL_DISK_BYTES = 2**20
+# Ctrl-C, and what schedulers send.
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 TITAN_LINE = re.compile(r"^\[titan\] ")
 # Said at every start, or of no use without a GPU.
 QUIET = ("lspci", "Peak FLOPS", "Peak flops", "[GC]", "Sleeping 2 seconds", "structured_logger")
@@ -59,7 +61,12 @@ def command(run: Run, job: Job, *, ranks: int, port: int, color: bool) -> list[s
     line += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=run"]
     line += ["--local-addr=127.0.0.1", f"--shutdown-timeout={SHUTDOWN_SECONDS}"]
     line += [f"--log-dir={run.folder / 'logs'}", "--redirects=3"]
-    line += ["-m", "torchtitan.train", "--module=integration.job", f"--config={job.config}"]
+    return [*line, *trainer_arguments(run, job, color=color)]
+
+
+def trainer_arguments(run: Run, job: Job, *, color: bool) -> list[str]:
+    """Return what follows torchrun's own options: TorchTitan's trainer and its arguments."""
+    line = ["-m", "torchtitan.train", "--module=integration.job", f"--config={job.config}"]
     line += [f"--dump_folder={run.folder}", f"--hf_assets_path={job.tokenizer}"]
     line += [f"--dataloader.dataset_path={job.data}"]
     if not color:
@@ -69,21 +76,31 @@ def command(run: Run, job: Job, *, ranks: int, port: int, color: bool) -> list[s
 
 def environment(patched: Overlay, *, ranks: int, vocab: int, tokenizer: str) -> dict[str, str]:
     """Return the ranks' environment: the overlay first, no network, one address."""
-    behind = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
     return {
         # torchrun would give each of several ranks one thread.
         "OMP_NUM_THREADS": str(max(1, cores() // ranks)),
         "TOKENIZERS_PARALLELISM": "false",
         **os.environ,
-        "PYTHONPATH": patched.pythonpath(behind),
-        "PYTHONUNBUFFERED": "1",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-        "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1",
-        "HF_DATASETS_CACHE": str(cache_dir() / "hf"),
-        VOCAB_VARIABLE: str(vocab),
-        TOKENIZER_VARIABLE: tokenizer,
+        **{
+            name: value
+            for name, value, _ in rank_variables(patched, vocab=vocab, tokenizer=tokenizer)
+        },
     }
+
+
+def rank_variables(patched: Overlay, *, vocab: int, tokenizer: str) -> list[tuple[str, str, str]]:
+    """Return name, value and reason of what ranks need wherever they run."""
+    behind = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
+    return [
+        ("PYTHONPATH", patched.pythonpath(behind), "the overlay of the patches first"),
+        ("PYTHONUNBUFFERED", "1", "a log holds all that a rank said before it died"),
+        ("HF_HUB_OFFLINE", "1", "a tokenizer is a folder: no rank goes to the network"),
+        ("HF_DATASETS_OFFLINE", "1", "data is a folder too"),
+        ("HF_DATASETS_CACHE", str(cache_dir() / "hf"), "what --data is converted to, once"),
+        (VOCAB_VARIABLE, str(vocab), "the model's vocabulary is the tokenizer's"),
+        (TOKENIZER_VARIABLE, tokenizer, "the tokenizer's folder"),
+    ]
 
 
 def launch(run: Run, line: Sequence[str], env: dict[str, str], *, show: Show) -> Ended:
@@ -105,7 +122,7 @@ def launch(run: Run, line: Sequence[str], env: dict[str, str], *, show: Show) ->
         else:
             os.killpg(torchrun.pid, signal.SIGKILL)
 
-    before = {s: signal.signal(s, pass_on) for s in (signal.SIGINT, signal.SIGTERM)}
+    before = {s: signal.signal(s, pass_on) for s in STOPS}
     done = threading.Event()
     follower = threading.Thread(target=_follow, args=(logs, started, done, show))
     follower.start()

@@ -36,7 +36,7 @@ def train(request: Request) -> None:
     if request.config not in CONFIGS:
         raise UserError(f"unknown config {request.config}{nearest(request.config, list(CONFIGS))}")
     port = machine.free_port(request.port)
-    patched = overlay.build(_contributions(request.without))
+    patched = overlay.build(contributions(request.without))
     gpus = machine.gpu_count()
     if gpus:
         machine.require_compiler()
@@ -73,7 +73,12 @@ def train(request: Request) -> None:
         raise failure
 
 
-def _contributions(without: tuple[str, ...]) -> list[str] | None:
+def contributions(without: tuple[str, ...]) -> list[str] | None:
+    """Return the names of all contributions but those in ``without``; None for all of them.
+
+    Raises:
+        UserError: there is none of that name.
+    """
     if not without:
         return None
     known = [c.name for c in repository.load()]
@@ -84,11 +89,8 @@ def _contributions(without: tuple[str, ...]) -> list[str] | None:
 
 
 def _fresh(request: Request) -> Job:
-    tokenizer, data = request.tokenizer, request.data
-    if tokenizer is None or data is None:
-        default_tokenizer, default_data = job_data.default_folders()
-        tokenizer, data = tokenizer or default_tokenizer, data or default_data
-    return Job(request.config, str(data.absolute()), str(tokenizer.absolute()), request.options, ())
+    tokenizer, data = job_data.folders(request.tokenizer, request.data)
+    return Job(request.config, str(data), str(tokenizer), request.options, ())
 
 
 def _continued(request: Request, before: Job) -> Job:

@@ -1,5 +1,6 @@
 """Where a stopped run saves, and where it must not: no rank, no model, the decision alone."""
 
+import signal
 from types import SimpleNamespace
 from typing import cast
 from unittest import mock
@@ -25,6 +26,7 @@ def test_a_stop_never_writes_over_the_checkpoint_it_came_from(start, step, saves
     trainer = SimpleNamespace(
         step=step,
         _start_step=start,
+        _stop_asked=signal.SIGTERM,
         config=SimpleNamespace(
             checkpoint=SimpleNamespace(enable=True, interval=30, enable_first_step_checkpoint=False)
         ),
