@@ -1,6 +1,6 @@
 """The command line. Only typer is imported here, so that ``--help`` answers at once.
 
-Each verb lives beside what it does (``patchset/cli.py``, ``job/cli.py``, ``proof/cli.py``) and
+Each verb lives beside what it does (``patchset/cli.py``, ``job/cli.py``, …) and
 imports torch, git helpers or data libraries inside its function.
 """
 
@@ -13,6 +13,7 @@ import typer
 from integration.errors import UserError
 from integration.job.cli import train
 from integration.patchset.cli import env, patches
+from integration.plan.cli import plan
 from integration.proof.cli import test
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command(name="train")(train)
+app.command(name="plan")(plan)
 app.command(name="test")(test)
 app.command(name="env")(env)
 app.add_typer(patches, name="patches")

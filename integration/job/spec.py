@@ -51,6 +51,7 @@ class JobSpec:
     pipeline parallelism. ``loss_chunks`` parts of a sequence go through the output head one by
     one. ``cpu_offload`` keeps parameters, gradients and optimizer state on the host;
     ``activation_offload`` the inputs of the layers, as far as that contribution is in the set.
+    ``cluster`` is the one that it is planned for.
 
     A job for ``any_ranks`` takes as many as there are: EP 2 where that divides them, and
     ``sequences`` over all ranks, or one on each. ``tokenizer_vocab`` means that the model has the
@@ -71,7 +72,7 @@ class JobSpec:
     activation_offload: bool = False
     cpu_offload: bool = False
     fp8: bool = False
-    cluster: Literal["jupiter", "leonardo"] = "jupiter"
+    cluster: Literal["jupiter", "leonardo", "h200"] = "jupiter"
     steps: int = 1000
     any_ranks: bool = False
     tokenizer_vocab: bool = False
