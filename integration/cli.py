@@ -1,6 +1,6 @@
 """The command line. Only typer is imported here, so that ``--help`` answers at once.
 
-Each verb lives beside what it does (``patchset/cli.py``, ``job/cli.py``, ``proof/cli.py``) and
+Each verb lives beside what it does (``patchset/cli.py``, ``job/cli.py``, …) and
 imports torch, git helpers or data libraries inside its function.
 """
 
@@ -14,6 +14,7 @@ from integration.errors import UserError
 from integration.job.cli import train
 from integration.job.slurm.cli import launch
 from integration.patchset.cli import env, patches
+from integration.plan.cli import plan
 from integration.proof.cli import test
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command(name="train")(train)
+app.command(name="plan")(plan)
 app.command(name="launch")(launch)
 app.command(name="test")(test)
 app.command(name="env")(env)

@@ -25,6 +25,10 @@ def train(
     port: Annotated[
         int | None, typer.Option(help="Rendezvous port on 127.0.0.1. Default: a free one.")
     ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the config slice.")] = None,
+    experts: Annotated[
+        int | None, typer.Option(min=1, help="Experts a layer of the config slice.")
+    ] = None,
     without: Annotated[
         list[str] | None, typer.Option(help="Leave this contribution out. Repeatable.")
     ] = None,
@@ -36,6 +40,8 @@ def train(
     start.train(
         start.Request(
             config=config,
+            layers=layers,
+            experts=experts,
             resume=resume,
             data=data,
             tokenizer=tokenizer,

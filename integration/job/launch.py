@@ -1,4 +1,4 @@
-"""Start TorchTitan's trainer under torchrun, show rank 0's log, pass signals on, say how it ended.
+"""Start TorchTitan's trainer under torchrun, show a rank's log, pass signals on, say how it ended.
 
 Torchrun gets a session of its own, so that Ctrl-C at the terminal reaches only this process: it
 asks the ranks to stop once, as a scheduler would, and they save. A second Ctrl-C ends them.
@@ -20,7 +20,12 @@ from types import FrameType
 
 from integration.errors import UserError
 from integration.job.failure import diagnose, rank_folder
-from integration.job.layout import TOKENIZER_VARIABLE, VOCAB_VARIABLE
+from integration.job.layout import (
+    EXPERTS_VARIABLE,
+    LAYERS_VARIABLE,
+    TOKENIZER_VARIABLE,
+    VOCAB_VARIABLE,
+)
 from integration.job.machine import cores
 from integration.job.run import Job, Run
 from integration.patchset.overlay import Overlay
@@ -39,7 +44,7 @@ QUIET = ("lspci", "Peak FLOPS", "Peak flops", "[GC]", "Sleeping 2 seconds", "str
 
 
 class Show(Enum):
-    """How much of rank 0's output reaches the terminal."""
+    """How much of the shown rank's output reaches the terminal."""
 
     NOTHING = 0
     TITAN = 1  # TorchTitan's own log
@@ -74,7 +79,15 @@ def trainer_arguments(run: Run, job: Job, *, color: bool) -> list[str]:
     return [*line, *job.options]
 
 
-def environment(patched: Overlay, *, ranks: int, vocab: int, tokenizer: str) -> dict[str, str]:
+def environment(
+    patched: Overlay,
+    *,
+    ranks: int,
+    vocab: int,
+    tokenizer: str,
+    layers: int | None = None,
+    experts: int | None = None,
+) -> dict[str, str]:
     """Return the ranks' environment: the overlay first, no network, one address."""
     return {
         # torchrun would give each of several ranks one thread.
@@ -84,12 +97,21 @@ def environment(patched: Overlay, *, ranks: int, vocab: int, tokenizer: str) -> 
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         **{
             name: value
-            for name, value, _ in rank_variables(patched, vocab=vocab, tokenizer=tokenizer)
+            for name, value, _ in rank_variables(
+                patched, vocab=vocab, tokenizer=tokenizer, layers=layers, experts=experts
+            )
         },
     }
 
 
-def rank_variables(patched: Overlay, *, vocab: int, tokenizer: str) -> list[tuple[str, str, str]]:
+def rank_variables(
+    patched: Overlay,
+    *,
+    vocab: int,
+    tokenizer: str,
+    layers: int | None = None,
+    experts: int | None = None,
+) -> list[tuple[str, str, str]]:
     """Return name, value and reason of what ranks need wherever they run."""
     behind = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
     return [
@@ -100,11 +122,15 @@ def rank_variables(patched: Overlay, *, vocab: int, tokenizer: str) -> list[tupl
         ("HF_DATASETS_CACHE", str(cache_dir() / "hf"), "what --data is converted to, once"),
         (VOCAB_VARIABLE, str(vocab), "the model's vocabulary is the tokenizer's"),
         (TOKENIZER_VARIABLE, tokenizer, "the tokenizer's folder"),
+        (LAYERS_VARIABLE, str(layers or ""), "layers of a cut model; empty: the config's"),
+        (EXPERTS_VARIABLE, str(experts or ""), "experts of a cut model; empty: the config's"),
     ]
 
 
-def launch(run: Run, line: Sequence[str], env: dict[str, str], *, show: Show) -> Ended:
-    """Run ``line`` to its end, showing rank 0's output meanwhile; pass signals on."""
+def launch(
+    run: Run, line: Sequence[str], env: dict[str, str], *, show: Show, shown_rank: int = 0
+) -> Ended:
+    """Run ``line`` to its end, showing one rank's output meanwhile; pass signals on."""
     logs = run.folder / "logs"
     logs.mkdir(exist_ok=True)
     started = time.time()
@@ -124,7 +150,7 @@ def launch(run: Run, line: Sequence[str], env: dict[str, str], *, show: Show) ->
 
     before = {s: signal.signal(s, pass_on) for s in STOPS}
     done = threading.Event()
-    follower = threading.Thread(target=_follow, args=(logs, started, done, show))
+    follower = threading.Thread(target=_follow, args=(logs, shown_rank, started, done, show))
     follower.start()
     try:
         code = torchrun.wait()
@@ -136,8 +162,8 @@ def launch(run: Run, line: Sequence[str], env: dict[str, str], *, show: Show) ->
     return Ended(code, asked[0] if asked else None)
 
 
-def _follow(logs: Path, started: float, done: threading.Event, show: Show) -> None:
-    """Print rank 0's lines as they come, until ``done`` and nothing is left."""
+def _follow(logs: Path, rank: int, started: float, done: threading.Event, show: Show) -> None:
+    """Print the lines of ``rank`` as they come, until ``done`` and nothing is left."""
     names = {
         Show.NOTHING: (),
         Show.TITAN: ("stdout.log",),
@@ -146,7 +172,7 @@ def _follow(logs: Path, started: float, done: threading.Event, show: Show) -> No
     positions: dict[Path, int] = {}
     while True:
         last_look = done.is_set()
-        folder = rank_folder(logs, 0)
+        folder = rank_folder(logs, rank)
         if folder is not None and folder.stat().st_mtime >= started - 1:
             for name in names[show]:
                 _print_new(folder / name, positions, show)

@@ -4,18 +4,9 @@
 VOCAB_VARIABLE = "INTEGRATION_VOCAB_SIZE"
 TOKENIZER_VARIABLE = "INTEGRATION_TOKENIZER"
 MINI_VOCAB = 4096
+# Set by the launcher where the user cuts the config `slice`.
+LAYERS_VARIABLE = "INTEGRATION_LAYERS"
+EXPERTS_VARIABLE = "INTEGRATION_EXPERTS"
 
 # Written by the trainer into the run's folder when training has ended.
 END_FILE = "end.json"
-
-CONFIGS = {"mini": "the 1T model in small; trains on two CPU cores"}
-
-
-def expert_parallel_degree(ranks: int) -> int:
-    """Return 2 where it divides ``ranks``, else 1."""
-    return 2 if ranks % 2 == 0 else 1
-
-
-def global_batch(ranks: int) -> int:
-    """Return the smallest multiple of ``ranks`` that is at least 4, in sequences."""
-    return ranks * -(-4 // ranks)

@@ -1,13 +1,14 @@
 """The 1T model's architecture from TorchTitan's building blocks; a config only picks the sizes.
 
 A decoder whose every layer is: grouped-query attention with RoPE, then a mixture of experts with
-one shared expert, sigmoid routing and auxiliary-loss-free balancing (arXiv 2408.15664); embeddings
-untied. Blocks, sharding and parallelisation are TorchTitan's Qwen3-MoE ones, which this
+sigmoid routing, auxiliary-loss-free balancing (arXiv 2408.15664) and, in most, a shared expert;
+embeddings untied. Blocks, sharding and parallelisation are TorchTitan's Qwen3-MoE ones, which this
 architecture fits once the query and key norms are left out and a shared expert is put in.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch.nn as nn
 from torchtitan.components.optimizer import register_moe_load_balancing_hook
@@ -24,55 +25,30 @@ from torchtitan.models.common.config_utils import (
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.models.qwen3.parallelize import parallelize_qwen3
+from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.protocols.model_spec import ModelSpec
+
+from integration.job.shapes import MoEShape
 
 # Balancing step of the expert bias: the value of DeepSeek-V3 (arXiv 2412.19437, section 4.2).
 LOAD_BALANCE_COEFF = 1e-3
 INIT_STD = 0.02
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoEShape:
-    """Sizes of one model. All are counts; ``theta`` is the RoPE base.
+def model_spec(
+    flavor: str, shape: MoEShape, converters: Sequence[ModelConfigConverter.Config] = ()
+) -> ModelSpec:
+    """Bundle a model of ``shape`` with TorchTitan's parallelisation, pipelining and balancing.
 
-    Raises:
-        ValueError: a size is not positive, ``heads`` is no multiple of ``kv_heads``, or
-            ``top_k`` exceeds ``experts``.
+    ``converters`` are TorchTitan's, which put quantised layers in the place of plain ones.
     """
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    experts: int
-    top_k: int
-    expert_hidden: int
-    shared_experts: int
-    vocab: int
-    max_seq_len: int
-    theta: float = 1_000_000.0
-
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if getattr(self, name) <= 0:
-                raise ValueError(f"MoEShape.{name} must be positive, got {getattr(self, name)}")
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"MoEShape.heads must be a multiple of kv_heads, got {self.heads}, {self.kv_heads}"
-            )
-        if self.top_k > self.experts:
-            raise ValueError(
-                f"MoEShape.top_k must not exceed experts, got {self.top_k} of {self.experts}"
-            )
-
-
-def model_spec(flavor: str, shape: MoEShape) -> ModelSpec:
-    """Bundle a model of ``shape`` with TorchTitan's parallelisation, pipelining and balancing."""
+    model: Any = _model_config(shape)
+    for converter in converters:
+        model = converter.build().convert(model)
     return ModelSpec(
         name="moe",
         flavor=flavor,
-        model=_model_config(shape),
+        model=model,
         parallelize_fn=parallelize_qwen3,
         pipelining_fn=pipeline_llm,
         post_optimizer_build_fn=register_moe_load_balancing_hook,
@@ -144,7 +120,9 @@ def _layer(shape: MoEShape) -> Qwen3TransformerBlock.Config:
                 hidden_dim=shape.expert_hidden * shape.shared_experts,
                 w1_param_init=weights,
                 w2w3_param_init=weights,
-            ),
+            )
+            if shape.shared_experts
+            else None,
         ),
     )
 

@@ -29,6 +29,8 @@ class Job:
     tokenizer: str
     options: tuple[str, ...]  # TorchTitan's, in the order given
     contributions: tuple[str, ...]
+    layers: int | None = None  # where the config is cut
+    experts: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,8 @@ class Run:
                 values["tokenizer"],
                 tuple(values["options"]),
                 tuple(values["contributions"]),
+                values.get("layers"),
+                values.get("experts"),
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{self.folder / JOB_FILE} cannot be read: {error!r}") from error

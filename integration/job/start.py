@@ -1,14 +1,14 @@
 """From what the user asked to a finished run: overlay, data, folder, launch, table."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from integration.errors import UserError, nearest
+from integration.job import catalog, launch, machine, summary
 from integration.job import data as job_data
-from integration.job import launch, machine, summary
-from integration.job.layout import CONFIGS
 from integration.job.run import Job, Run
+from integration.job.spec import JobSpec
 from integration.patchset import overlay, repository
 
 
@@ -17,6 +17,8 @@ class Request:
     """One call of ``integration train``."""
 
     config: str
+    layers: int | None
+    experts: int | None
     resume: bool
     data: Path | None
     tokenizer: Path | None
@@ -33,33 +35,49 @@ def train(request: Request) -> None:
     Raises:
         UserError: what the user can mend, or how the run ended before its last step.
     """
-    if request.config not in CONFIGS:
-        raise UserError(f"unknown config {request.config}{nearest(request.config, list(CONFIGS))}")
+    asked = catalog.find(request.config, layers=request.layers, experts=request.experts)
     port = machine.free_port(request.port)
     patched = overlay.build(contributions(request.without))
     gpus = machine.gpu_count()
     if gpus:
         machine.require_compiler()
-        if request.ranks and request.ranks > gpus:
-            raise UserError(f"--ranks {request.ranks} needs as many GPUs, and torch sees {gpus}")
-    ranks = request.ranks or gpus or 2
+    ranks = _ranks(asked, request.ranks, gpus)
+    # TorchTitan's options may ask for another layout, which TorchTitan judges.
+    if not any(option.startswith("--parallelism.") for option in request.options):
+        asked.on(ranks).check()
 
     resumed = Run.latest(request.config) if request.resume else None
     job = _continued(request, resumed.job()) if resumed else _fresh(request)
     # Looked at before a folder is made: a mistake leaves no empty run behind.
     vocab = job_data.tokenizer_size(Path(job.tokenizer))
+    if vocab > asked.shape.vocab and not asked.tokenizer_vocab:
+        raise UserError(
+            f"the tokenizer in {job.tokenizer} has {vocab} tokens and {asked.name} a vocabulary of "
+            f"{asked.shape.vocab}; name a smaller one with --tokenizer"
+        )
     job_data.Source.at(Path(job.data)).check()
     run = resumed or Run.new(request.config)
-    run.write(Job(job.config, job.data, job.tokenizer, job.options, patched.names))
+    run.write(replace(job, contributions=tuple(patched.names)))
     run.remove_incomplete()
     run.forget_end()
     done = run.checkpoints()
 
     print(f"run: {run.folder} ({ranks} rank(s), {'GPU' if gpus else 'CPU'})", flush=True)
     line = launch.command(run, job, ranks=ranks, port=port, color=sys.stdout.isatty())
-    env = launch.environment(patched, ranks=ranks, vocab=vocab, tokenizer=job.tokenizer)
+    env = launch.environment(
+        patched,
+        ranks=ranks,
+        vocab=vocab,
+        tokenizer=job.tokenizer,
+        layers=job.layers,
+        experts=job.experts,
+    )
     ended = launch.launch(
-        run, line, env, show=launch.Show.EVERYTHING if request.debug else launch.Show.TITAN
+        run,
+        line,
+        env,
+        show=launch.Show.EVERYTHING if request.debug else launch.Show.TITAN,
+        shown_rank=asked.on(ranks).loss_rank,
     )
     failure = launch.explain(run, ended)
     if failure is None or run.end() is not None:
@@ -71,6 +89,34 @@ def train(request: Request) -> None:
         )
     if failure is not None:
         raise failure
+
+
+# What one CPU machine runs without being told to by --ranks.
+CPU_RANKS = 8
+
+
+def _ranks(job: JobSpec, asked: int | None, gpus: int) -> int:
+    """Return how many ranks to start: one a GPU, or on a CPU what the job needs, else 2.
+
+    Raises:
+        UserError: more ranks than GPUs, or a job for many machines on this one.
+    """
+    if job.any_ranks:
+        ranks = asked or gpus or 2
+    else:
+        ranks = asked or job.ranks
+        if not asked and not gpus and ranks > CPU_RANKS:
+            raise UserError(
+                f"{job.name} is written for {ranks} ranks, one a GPU, and torch sees no GPU here; "
+                f"see what it needs with: integration plan {job.name}"
+            )
+    if gpus and ranks > gpus:
+        which = f"--ranks {ranks}" if asked else f"{job.name} is written for {ranks} ranks and"
+        raise UserError(
+            f"{which} needs as many GPUs, one a rank, and torch sees {gpus}; "
+            f"see what it needs with: integration plan {job.name}"
+        )
+    return ranks
 
 
 def contributions(without: tuple[str, ...]) -> list[str] | None:
@@ -90,10 +136,26 @@ def contributions(without: tuple[str, ...]) -> list[str] | None:
 
 def _fresh(request: Request) -> Job:
     tokenizer, data = job_data.folders(request.tokenizer, request.data)
-    return Job(request.config, str(data), str(tokenizer), request.options, ())
+    return Job(
+        request.config,
+        str(data),
+        str(tokenizer),
+        request.options,
+        (),
+        request.layers,
+        request.experts,
+    )
 
 
 def _continued(request: Request, before: Job) -> Job:
     data = str(request.data.absolute()) if request.data else before.data
     tokenizer = str(request.tokenizer.absolute()) if request.tokenizer else before.tokenizer
-    return Job(before.config, data, tokenizer, before.options + request.options, ())
+    for name in ("layers", "experts"):
+        now, then = getattr(request, name), getattr(before, name)
+        if now is not None and now != then:
+            raise UserError(
+                f"--resume goes on with a run of {then or 'the default number of'} {name}, and "
+                f"--{name} {now} makes another model; leave it out, or start anew without --resume"
+            )
+    options = before.options + request.options
+    return replace(before, data=data, tokenizer=tokenizer, options=options)

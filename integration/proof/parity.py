@@ -87,14 +87,15 @@ def record(contribution: Contribution, parity: Parity) -> Path | None:
 
 
 def curve(names: Sequence[str], folder: Path, *, ranks: int) -> Curve:
-    """Train ``mini`` for ten seeded steps under the overlay of ``names``; return its curve.
+    """Train ``mini_adamw`` for ten seeded steps under the overlay of ``names``; return its curve.
 
     Raises:
         UserError: the training failed.
     """
     patched = overlay.build(names)
     tokenizer, dataset = data.default_folders()
-    job = Job("mini", str(dataset), str(tokenizer), OPTIONS, patched.names)
+    # AdamW, as the set without ``flex_shard_muon`` has nothing else.
+    job = Job("mini_adamw", str(dataset), str(tokenizer), OPTIONS, patched.names)
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder, prefix="run-") as run_folder:
         run = Run(Path(run_folder))

@@ -38,6 +38,8 @@ def test_help_answers_at_once_and_without_torch():
         (("trian",), "train"),
         (("patches", "chekc"), "check"),
         (("train", "mimi"), "did you mean mini?"),
+        (("train", "mini", "--layers", "2"), "cut the config slice, and mini was asked for"),
+        (("train", "leonardo_mini", "--ranks", "6"), "tp 2 = 4 must divide the 6 ranks"),
         (("train", "--without", "cpu_devise"), "did you mean cpu_device?"),
         (("test", "cpu_devise"), "did you mean cpu_device?"),
         (("train", "--data", "/nowhere"), "/nowhere does not exist"),

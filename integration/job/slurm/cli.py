@@ -12,7 +12,10 @@ def launch(
     cluster: Annotated[
         str, typer.Option(help="jupiter, leonardo, or a file of your own (FILE.toml).")
     ] = "jupiter",
-    nodes: Annotated[int, typer.Option(help="Nodes that train.")] = 1,
+    nodes: Annotated[
+        int | None,
+        typer.Option(help="Nodes that train; the job's own number unless given, 1 for mini."),
+    ] = None,
     ranks_per_node: Annotated[
         int | None, typer.Option(help="Default: one a GPU, or 1 where there is none.")
     ] = None,

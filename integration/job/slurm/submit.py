@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from integration.errors import UserError, nearest
+from integration.job import catalog, launch
 from integration.job import data as job_data
-from integration.job import launch
-from integration.job.layout import CONFIGS
 from integration.job.run import Job, Run
 from integration.job.slurm import cluster as clusters
 from integration.job.slurm.cluster import Cluster, Variable
@@ -29,7 +28,7 @@ class Request:
     config: str
     scheduler: str
     cluster: str
-    nodes: int
+    nodes: int | None  # None: as many as the job is written for
     ranks: int | None
     spares: int
     account: str | None
@@ -89,8 +88,7 @@ def launch_job(request: Request) -> None:
 
 
 def _check(request: Request) -> Cluster:
-    if request.config not in CONFIGS:
-        raise UserError(f"unknown config {request.config}{nearest(request.config, list(CONFIGS))}")
+    catalog.find(request.config)
     if request.scheduler not in SCHEDULERS:
         raise UserError(
             f"unknown scheduler {request.scheduler}{nearest(request.scheduler, list(SCHEDULERS))}"
@@ -108,13 +106,18 @@ def _script(
     trainer: tuple[str, ...],
     environment: tuple[Variable, ...] = (),
 ) -> Script:
+    ranks = cluster.gpus or 1 if request.ranks is None else request.ranks
+    job = catalog.find(request.config)
+    nodes = request.nodes
+    if nodes is None:
+        nodes = 1 if job.any_ranks or ranks < 1 else -(-job.ranks // ranks)
     return Script(
         config=request.config,
         folder=run.folder,
         python=Path(sys.executable),
         cluster=cluster,
-        nodes=request.nodes,
-        ranks=cluster.gpus or 1 if request.ranks is None else request.ranks,
+        nodes=nodes,
+        ranks=ranks,
         spares=request.spares,
         account=request.account or cluster.account,
         time=request.time or cluster.time_limit,

@@ -1,4 +1,4 @@
-"""Real trainings of ``mini`` on two gloo ranks, as a user starts them: through the command line."""
+"""Real trainings on gloo ranks, ``mini`` on two of them, as a user starts them: by the command."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ class Training:
 
     @property
     def run(self) -> Run:
-        (folder,) = self.outputs.glob("mini/*")
+        (folder,) = self.outputs.glob("*/*")
         return Run(folder)
 
     def wait(self, seconds: float = PATIENCE) -> int:

@@ -1,0 +1,280 @@
+"""Memory of one rank, by item, in bytes: on the GPU at the worst moment of a step, on the host."""
+
+from dataclasses import dataclass
+
+from integration.job.spec import JobSpec
+from integration.plan import activations
+from integration.plan.activations import BF16, FP32
+from integration.plan.cluster import GIB, Cluster
+from integration.plan.levers import Levers
+from integration.plan.params import (
+    Held,
+    Kind,
+    Place,
+    counts,
+    gathered_numel,
+    held,
+    kinds,
+    layers_of_stage,
+)
+
+# Optimizer state of a parameter: one fp32 momentum, or AdamW's two moments.
+MUON_STATE, ADAMW_STATE = FP32, 2 * FP32
+# A layer's weights are gathered while those of the layer before it are in use.
+LAYERS_GATHERED = 2
+# Parts of a logit: the bf16 product and its gradient, fp32 copy and log-probabilities.
+LOGIT_BYTES = 2 * BF16 + 2 * FP32
+# Muon's pipeline: fp32 in and out and bf16 work copies, two batches of 8 matrices of an expert.
+NEWTON_SCHULZ_BATCH = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Items in bytes. ``moments`` has the GPU's at each moment that may be the worst."""
+
+    rank: int
+    moments: dict[str, dict[str, float]]
+    host: dict[str, float]
+
+    @property
+    def moment(self) -> str:
+        return max(self.moments, key=lambda name: sum(self.moments[name].values()))
+
+    @property
+    def hbm(self) -> dict[str, float]:
+        """Items at the worst moment."""
+        return self.moments[self.moment]
+
+    @property
+    def hbm_total(self) -> float:
+        return sum(self.hbm.values())
+
+    @property
+    def host_total(self) -> float:
+        return sum(self.host.values())
+
+
+def of_rank(job: JobSpec, cluster: Cluster, levers: Levers, rank: int) -> RankMemory:
+    """Return the memory of ``rank``."""
+    place = Place.of(job, rank)
+    mine = held(job, place)
+    state = _state(job, levers, mine)
+    always = {
+        **({} if job.cpu_offload else state),
+        "boundary activations": _boundaries_on_gpu(job, levers, place.stage),
+        "RoPE caches": rope_bytes(job, levers, place.stage),
+        "NCCL": groups(job) * cluster.nccl_gib_a_group * GIB,
+        "CUDA context": cluster.gpu.context_gib * GIB,
+    }
+    moments = {
+        name: {k: float(v) for k, v in {**always, **items}.items()}
+        for name, items in _moments(job, levers, place.stage).items()
+    }
+    return RankMemory(
+        rank=rank,
+        moments=moments,
+        host=_host(job, cluster, levers, place.stage, mine, state),
+    )
+
+
+def worst(job: JobSpec, cluster: Cluster, levers: Levers) -> RankMemory:
+    """Return the memory of the rank nearest to a limit, or furthest beyond: of GPU or host.
+
+    It is the first of some pipeline stage: member 0 of the FSDP axes has the largest shards
+    (``torch.chunk``).
+    """
+    a_stage = job.ranks // job.layout.pp
+    ranks = [of_rank(job, cluster, levers, stage * a_stage) for stage in range(job.layout.pp)]
+    return max(
+        ranks,
+        key=lambda memory: max(
+            memory.hbm_total / cluster.gpu.hbm_gib, memory.host_total / cluster.host.memory_gib
+        ),
+    )
+
+
+def uses_muon(job: JobSpec, levers: Levers) -> bool:
+    return job.optimizer == "muon" and levers.flex_shard_muon
+
+
+def offloads(job: JobSpec, levers: Levers) -> bool:
+    """Whether layer inputs go to the host."""
+    return job.activation_offload and levers.activation_offload and job.checkpointing == "full"
+
+
+def layer_gathered(job: JobSpec) -> int:
+    """Elements of one layer once gathered: dense parameters, and ``experts / ep`` whole experts."""
+    return sum(gathered_numel(job, k) for k in kinds(job) if k.role in ("layer", "expert"))
+
+
+def head_gathered(job: JobSpec) -> int:
+    return sum(gathered_numel(job, kind) for kind in kinds(job) if kind.role == "head")
+
+
+def rope_bytes(job: JobSpec, levers: Levers, stage: int) -> int:
+    """``max_seq_len`` x (cos and sin of ``head_dim``) in fp32, for each layer or for all of a
+    stage together (models/common/rope.py, ``CosSinRoPE``)."""
+    shape = job.shape
+    one = shape.max_seq_len * 2 * shape.head_dim * FP32
+    return one * (1 if levers.shared_rope_cache else layers_of_stage(job, stage))
+
+
+def boundaries(job: JobSpec, stage: int) -> int:
+    """Layer inputs that a stage keeps: one a layer and a microbatch in flight.
+
+    1F1B has ``pp - stage`` microbatches in flight on stage ``stage`` (arXiv 2104.04473).
+    """
+    flight = min(activations.microbatches(job), job.layout.pp - stage)
+    return layers_of_stage(job, stage) * flight
+
+
+def groups(job: JobSpec) -> int:
+    """NCCL communicators of a rank: the world, the loss and one a mesh axis of more than one."""
+    layout = job.layout
+    degrees = (
+        layout.pp,
+        layout.dp_replicate,
+        layout.tp,
+        layout.ep,
+        layout.dp_shard(job.ranks),
+        layout.efsdp(job.ranks),
+    )
+    return 2 * (job.ranks > 1) + sum(degree > 1 for degree in degrees)
+
+
+def pinned(numbers: list[tuple[int, float]]) -> int:
+    """Bytes that ``(count, bytes)`` tensors pin: each is rounded up to a power of two.
+
+    Source: torch's CachingHostAllocator; upstream_facts: pytorch issues 150517, 171662.
+    """
+    return sum(count * _power_of_two(size) for count, size in numbers)
+
+
+def pool_bytes(size: int) -> int:
+    """Bytes that one buffer of ``activation_offload``'s pool takes: an eighth of a power of two."""
+    step = max(4096, _power_of_two(size) // 16)
+    return -(-size // step) * step
+
+
+def _power_of_two(size: float) -> int:
+    return 1 << max(0, int(size) - 1).bit_length()
+
+
+def _state(job: JobSpec, levers: Levers, mine: list[Held]) -> dict[str, float]:
+    """fp32 parameters, gradients and optimizer state of this rank's shards."""
+    muon = uses_muon(job, levers)
+    numel = sum(h.count * h.numel for h in mine)
+    optimizer = sum(
+        h.count * h.numel * (MUON_STATE if muon and h.kind.muon else ADAMW_STATE) for h in mine
+    )
+    return {
+        "parameters": FP32 * numel,
+        "gradients": FP32 * numel,
+        "optimizer state": float(optimizer),
+    }
+
+
+def _boundaries_on_gpu(job: JobSpec, levers: Levers, stage: int) -> float:
+    """All, or with offload the last layer's, the one on its way out or in, and the one in use."""
+    count, one = boundaries(job, stage), activations.boundary_bytes(job)
+    if offloads(job, levers):
+        return float(min(count, 3) * one)
+    kept = activations.selective_bytes(job) if job.checkpointing == "selective" else 0
+    return float(count * (one + kept))
+
+
+def _moments(job: JobSpec, levers: Levers, stage: int) -> dict[str, dict[str, float]]:
+    """What comes and goes within a step, at the moments that may be the worst.
+
+    recomputation: a layer is computed again and its experts' outputs are scored; weights of two
+    layers are there, and the layer behind is still being reduced.
+    reduction: the layer's bf16 gradients are complete and copied to fp32 to be reduced.
+    loss: the head and one chunk of logits, the gradient of the head, the last layer prefetched.
+    optimizer: two batches of expert matrices in Newton-Schulz.
+    """
+    layer = layer_gathered(job)
+    weights, accumulated = _unsharded(job, levers, stage)
+    moments: dict[str, dict[str, float]] = {
+        "recomputation": {
+            "gathered weights and prefetch": weights,
+            "gradients being reduced": accumulated + FP32 * layer,
+            "recomputation": activations.attention_bytes(job) + activations.mlp_bytes(job),
+            "MoE buffers": activations.routed_bytes(job) + activations.combine_bytes(job),
+        },
+        "reduction": {
+            "gathered weights and prefetch": weights,
+            "gradients being reduced": accumulated + (FP32 + BF16) * layer,
+        },
+        "optimizer": _optimizer_moment(job, levers),
+    }
+    if stage == job.layout.pp - 1:
+        head = head_gathered(job)
+        chunk = activations.tokens(job) * job.layout.tp // job.loss_chunks
+        hidden = activations.tokens(job) * job.shape.hidden
+        held_weights = weights if job.layout.pp > 1 else BF16 * (head + layer)
+        moments["loss"] = {
+            "gathered weights and prefetch": held_weights,
+            "gradients being reduced": accumulated + (BF16 + FP32) * head,
+            "logits and loss chunks": LOGIT_BYTES * chunk * (job.shape.vocab // job.layout.tp)
+            + (BF16 + FP32) * hidden,
+        }
+    return moments
+
+
+def _unsharded(job: JobSpec, levers: Levers, stage: int) -> tuple[float, float]:
+    """Return bytes of bf16 weights that stay gathered, and of gradients that wait for more.
+
+    Without pipelining: two layers. FSDP2's flat all-gather output stands behind each of them; in
+    the default mode it lives in the copy stream's own pool, which nothing else can use. Under
+    pipelining TorchTitan does not reshard after forward, and gradients are reduced after the last
+    microbatch: the whole stage is unsharded, its gradients summed in fp32
+    (distributed/fsdp.py; torch/distributed/pipelining/stage.py, ``backward_maybe_with_nosync``).
+    """
+    layer, sharded = layer_gathered(job), job.layout.dp_shard(job.ranks) > 1
+    if job.layout.pp > 1:
+        count = counts(job, stage)
+        stage_gathered = sum(count[kind.role] * gathered_numel(job, kind) for kind in kinds(job))
+        waits = activations.microbatches(job) > 1
+        return float(BF16 * stage_gathered), float(FP32 * stage_gathered * waits)
+    held_twice = sharded and not levers.fsdp_unshard_async_op
+    layers = min(LAYERS_GATHERED, job.shape.layers)
+    return float(BF16 * layer * layers * (2 if held_twice else 1)), 0.0
+
+
+def _optimizer_moment(job: JobSpec, levers: Levers) -> dict[str, float]:
+    if not uses_muon(job, levers) or (job.cpu_offload and not levers.flex_shard_newton_schulz):
+        return {}
+    matrix = job.shape.hidden * job.shape.expert_hidden
+    return {"Newton-Schulz": 2.0 * NEWTON_SCHULZ_BATCH * matrix * (2 * FP32 + 3 * BF16)}
+
+
+def _host(
+    job: JobSpec,
+    cluster: Cluster,
+    levers: Levers,
+    stage: int,
+    mine: list[Held],
+    state: dict[str, float],
+) -> dict[str, float]:
+    """Host memory. FSDP2 pins the offloaded parameters and the gradients it copies out, each
+    tensor rounded up; the optimizer's state is ordinary memory (``zeros_like``)."""
+    items = {"process": cluster.host.base_gib * GIB}
+    if job.cpu_offload:
+        once = pinned([(h.count, FP32 * h.numel) for h in mine])
+        items |= {
+            "parameters, pinned": float(once),
+            "gradients, pinned": float(once),
+            "optimizer state": state["optimizer state"],
+        }
+    if offloads(job, levers):
+        # The last layer's input stays on the GPU: backward wants it at once.
+        count = max(0, boundaries(job, stage) - 1)
+        items["boundary activations, pinned"] = float(
+            count * pool_bytes(activations.boundary_bytes(job))
+        )
+    return items
+
+
+def gathered_bytes(job: JobSpec, kind: Kind) -> int:
+    """One parameter of ``kind`` as FSDP gathers it, in bf16."""
+    return BF16 * gathered_numel(job, kind)

@@ -1,0 +1,84 @@
+"""The jobs as TorchTitan's configs, down to the model on the meta device."""
+
+import pytest
+import torch
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+
+from integration.errors import UserError
+from integration.job import catalog, config_registry, trainer_config
+from integration.job.moe import model_spec
+
+BILLION = 1e9
+
+
+def test_every_job_is_a_config_by_its_name():
+    for name in catalog.CATALOG:
+        assert callable(getattr(config_registry, name))
+
+
+@pytest.mark.parametrize(
+    ("job", "params", "active"),
+    # The published run has 951.9 B and 32.8 B; its attention shape is not known.
+    [(catalog.JUPITER_1T, 951.80, 32.77), (catalog.LEONARDO_1T, 1097, None)],
+)
+def test_the_built_model_has_the_parameters_that_are_counted(job, params, active):
+    with torch.device("meta"):
+        model = model_spec(job.name, job.shape).model.build()
+    built = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    assert sum(built.values()) == job.shape.params
+    assert job.shape.params / BILLION == pytest.approx(params, rel=5e-4)
+    if active is not None:
+        experts = sum(n for name, n in built.items() if ".routed_experts." in name)
+        idle = experts - experts * job.shape.top_k // job.shape.experts
+        assert (sum(built.values()) - idle) / BILLION == pytest.approx(active, rel=5e-4)
+        assert job.shape.active_params == sum(built.values()) - idle
+
+
+def test_the_1t_job_is_configured_as_published(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "384")
+    config = config_registry.jupiter_1t()
+    assert config.training.seq_len == 65_536
+    assert config.training.local_batch_size == 1
+    assert config.training.enable_cpu_offload
+    assert config.parallelism.expert_parallel_degree == 4
+    assert isinstance(config.activation_checkpoint, FullAC.Config)
+    assert config_registry.jupiter_1t_hsdp().parallelism.data_parallel_replicate_degree == 4
+
+
+def test_the_slice_is_cut_by_the_launcher(monkeypatch):
+    monkeypatch.setenv("INTEGRATION_LAYERS", "2")
+    monkeypatch.setenv("INTEGRATION_EXPERTS", "8")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = config_registry.slice()
+    assert config.model_spec is not None
+    assert len(config.model_spec.model.layers) == 2  # pyrefly: ignore[missing-attribute]
+    assert config.parallelism.expert_parallel_degree == 2
+
+
+def test_leonardo_checkpoints_selectively():
+    config = config_registry.leonardo_1t()
+    assert isinstance(config.activation_checkpoint, SelectiveAC.Config)
+    assert config.parallelism.tensor_parallel_degree == 4
+
+
+def test_fp8_is_refused_where_the_gpu_has_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
+    with pytest.raises(UserError, match=r"A100 has 8\.0; train leonardo_1t instead"):
+        config_registry.leonardo_1t_fp8()
+
+
+def test_fp8_is_titans_converters_where_the_gpu_has_it(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(
+        trainer_config, "model_spec", lambda name, shape, converters: seen.extend(converters)
+    )
+    monkeypatch.setattr(trainer_config, "_optimizer", lambda job, spec: None)
+    trainer_config.trainer_config(catalog.LEONARDO_1T_FP8)
+    assert [type(c).__qualname__ for c in seen] == [
+        "Float8LinearConverter.Config",
+        "Float8GroupedExpertsConverter.Config",
+    ]

@@ -1,0 +1,41 @@
+"""What a layer saves, against the pin's own forward pass."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from integration.job.catalog import MINI
+from integration.job.moe import model_spec
+from integration.plan import activations
+
+SHAPE = replace(
+    MINI.shape, layers=1, hidden=512, expert_hidden=256, experts=16, top_k=4, heads=8, vocab=64
+)
+JOB = replace(MINI, shape=SHAPE, sequences=1, seq_len=1024, loss_chunks=1)
+
+
+def test_the_moe_saves_what_is_counted():
+    """Experts in bf16, the router too: on a CPU the pin cannot raise it to fp32."""
+    model = model_spec("test", SHAPE).model.build()
+    model.init_states(buffer_device=torch.device("cpu"))
+    moe = model.layers["0"].moe.to(torch.bfloat16)
+    weights = {p.untyped_storage().data_ptr() for p in moe.parameters()}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    x = torch.randn(1, JOB.seq_len, SHAPE.hidden, dtype=torch.bfloat16, requires_grad=True)
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = moe(x * 1)
+    measured = sum(storage.nbytes() for storage in saved.values())
+    residual, router_input = activations.BF16, activations.FP32
+    not_here = JOB.seq_len * SHAPE.hidden * (residual + router_input)
+    counted = activations.routed_bytes(JOB) + activations.mlp_bytes(JOB) - not_here
+    assert output.shape == x.shape
+    assert counted == pytest.approx(measured, rel=0.01)

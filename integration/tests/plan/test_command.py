@@ -1,0 +1,70 @@
+"""``integration plan`` as a user calls it: quick, without torch, and plain about mistakes."""
+
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from integration.paths import REPO
+
+CODE = """
+import sys
+from integration.cli import main
+try: main(sys.argv[1:])
+except SystemExit as end: code = end.code
+print("torch" in sys.modules)
+sys.exit(code)
+"""
+
+
+def _plan(*arguments: str) -> subprocess.CompletedProcess:
+    line = [sys.executable, "-c", CODE, "plan", *arguments]
+    return subprocess.run(line, cwd=REPO, capture_output=True, text=True)
+
+
+def test_the_plan_of_the_1t_job(tmp_path):
+    page = tmp_path / "plan.html"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    answer = _plan("jupiter_1t", "--html", str(page))
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert answer.returncode == 0, answer.stderr
+    # Under 5 s on a laptop. Of processor time, as other tests may have the cores.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
+    assert answer.stdout.splitlines()[-1] == "False"  # no torch
+    assert "951.80 B parameters, 32.77 B active" in answer.stdout
+    assert "boundary activations" in page.read_text()
+    assert "<script" not in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("jupiter",), "did you mean jupiter_1t"),
+        (("jupiter_1t", "--cluster", "jupyter"), "did you mean jupiter?"),
+        (
+            ("jupiter_1t", "--ranks", "768"),
+            "does not divide the expert hidden size 1792",
+        ),
+        (("jupiter_1t", "--ep", "5"), "ep 5 must divide dp_shard 384 x tp 1 = 384 ranks"),
+        (("jupiter_1t", "--rank", "384"), "has ranks 0 to 383"),
+        (("jupiter_1t", "--cluster", "h200"), "has 384 ranks, one a GPU, and h200 has 2 GPUs"),
+        (("leonardo_1t_fp8",), "the A100 64GB of leonardo has none"),
+        (("jupiter_1t", "--without", "shared_rop_cache"), "did you mean shared_rope_cache?"),
+        (("jupiter_1t", "--layers", "2"), "cut the config slice, and jupiter_1t was asked for"),
+        (("jupiter_1t", "--ep", "0"), "--ep"),
+        (("slice", "--html", "/nowhere/plan.html"), "cannot be written"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments, words):
+    answer = _plan(*arguments)
+    assert answer.returncode == 2
+    assert words in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+def test_the_page_names_what_does_not_fit(tmp_path):
+    page = tmp_path / "plan.html"
+    answer = _plan("jupiter_1t", "--without", "activation_offload", "--html", str(page))
+    assert "does not fit: rank 0 needs 132.9 GiB on the GPU, which has 95.0 GiB" in answer.stdout
+    assert "Does not fit" in page.read_text()

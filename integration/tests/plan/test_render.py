@@ -1,0 +1,97 @@
+"""The tables as they are printed, whole."""
+
+import io
+
+import expecttest
+from rich.console import Console
+
+from integration.job.catalog import JUPITER_1T, LEONARDO_SMALL
+from integration.plan import render
+from integration.plan.plan import changes, make
+from integration.tests.plan.jobs import JUPITER, LEONARDO
+
+
+def _printed(table) -> str:
+    out = io.StringIO()
+    Console(file=out, width=110, highlight=False).print(table)
+    return "".join(line.rstrip() + "\n" for line in out.getvalue().splitlines())
+
+
+class TestTables(expecttest.TestCase):
+    maxDiff = None
+
+    def test_memory_of_the_1t_job(self):
+        self.assertExpectedInline(
+            _printed(render.memory_table(make(JUPITER_1T, JUPITER))),
+            """\
+memory (GiB)                  ┃ rank 0 ┃ worst rank (0) ┃ there
+━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━╇━━━━━━━━━━━━━━━━╇━━━━━━
+boundary activations          │   2.25 │           2.25 │
+RoPE caches                   │   0.06 │           0.06 │
+NCCL                          │   1.25 │           1.25 │
+CUDA context                  │   0.60 │           0.60 │
+gathered weights and prefetch │  12.32 │          12.32 │
+gradients being reduced       │  12.32 │          12.32 │
+recomputation                 │   7.81 │           7.81 │
+MoE buffers                   │  43.00 │          43.00 │
+GPU, at recomputation         │  79.61 │          79.61 │  95.0
+──────────────────────────────┼────────┼────────────────┼──────
+process                       │   4.00 │           4.00 │
+parameters, pinned            │  14.04 │          14.04 │
+gradients, pinned             │  14.04 │          14.04 │
+optimizer state               │   9.27 │           9.27 │
+boundary activations, pinned  │  54.75 │          54.75 │
+host                          │  96.11 │          96.11 │ 108.0
+""",
+        )
+
+    def test_traffic_of_the_1t_job(self):
+        self.assertExpectedInline(
+            _printed(render.traffic_table(make(JUPITER_1T, JUPITER))),
+            """\
+GB a step and GPU    ┃ InfiniBand NDR200 ┃ NVLink 4 ┃ C2C in ┃ C2C out
+━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━╇━━━━━━━━
+all-gather, forward  │            470.94 │    19.82 │        │
+reduce-scatter       │            941.88 │    39.64 │        │
+all-gather, backward │            469.39 │    15.10 │        │
+expert all-to-all    │                   │ 2,145.34 │        │
+Muon                 │              0.10 │     0.00 │        │
+parameter copies     │                   │          │  19.80 │
+gradient copies      │                   │          │        │    9.92
+optimizer            │                   │          │  29.65 │   19.76
+activation offload   │                   │          │  58.79 │   58.79
+─────────────────────┼───────────────────┼──────────┼────────┼────────
+all                  │          1,882.32 │ 2,219.91 │ 108.23 │   88.47
+""",
+        )
+
+    def test_what_each_contribution_changes(self):
+        table = render.changes_table(changes(make(JUPITER_1T, JUPITER)))
+        self.assertExpectedInline(
+            _printed(table),
+            """\
+without it                     ┃ GPU GiB ┃ host GiB ┃ network GB ┃ seconds a step
+━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━━━╇━━━━━━━━━━━━━━━
+shared_rope_cache              │   +4.56 │          │            │
+fsdp_unshard_async_op          │  +12.32 │          │            │
+embedding_skip_backward_gather │         │          │      +0.78 │          +0.03
+activation_offload             │  +53.25 │   -54.75 │            │
+flex_shard_muon                │         │    +9.20 │      -0.10 │          +0.05
+flex_shard_newton_schulz       │         │          │            │         +46.05
+""",
+        )
+
+    def test_time_with_a_pipeline(self):
+        self.assertExpectedInline(
+            _printed(render.time_table(make(LEONARDO_SMALL, LEONARDO))),
+            """\
+phase     ┃ seconds ┃ bound by ┃ busy beside it
+━━━━━━━━━━╇━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
+forward   │    0.99 │ GPU      │ InfiniBand HDR100 0.84, NVLink 3 0.04
+backward  │    2.76 │ GPU      │ InfiniBand HDR100 1.67, NVLink 3 0.08
+optimizer │    0.01 │ GPU      │
+bubble    │    0.47 │ pipeline │
+──────────┼─────────┼──────────┼──────────────────────────────────────
+step      │    4.24 │ GPU      │ 1,934 tokens/s a GPU, MFU 50.9%
+""",
+        )
