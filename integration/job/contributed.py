@@ -39,7 +39,8 @@ def offloaded_full_ac() -> FullAC.Config:
     for module in ("activation_offload", "activation_checkpoint"):
         policy = _find(f"torchtitan.distributed.{module}", "FullACOffload")
         if policy is not None:
-            return policy.Config()
+            # No lower bound: what the policy picks is block inputs, small ones in `mini`.
+            return policy.Config(min_bytes=0)
     return FullAC.Config()
 
 
