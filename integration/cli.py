@@ -1,7 +1,7 @@
 """The command line. Only typer is imported here, so that ``--help`` answers at once.
 
-Each verb lives beside what it does (``patchset/cli.py``, ``job/cli.py``, ``proof/cli.py``) and
-imports torch, git helpers or data libraries inside its function.
+Each verb lives beside what it does (``patchset/cli.py``, ``upstream/cli.py``, ``job/cli.py``,
+``proof/cli.py``) and imports torch, git helpers or data libraries inside its function.
 """
 
 import os
@@ -14,6 +14,7 @@ from integration.errors import UserError
 from integration.job.cli import train
 from integration.patchset.cli import env, patches
 from integration.proof.cli import test
+from integration.upstream.cli import drift
 
 app = typer.Typer(
     name="integration",
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.command(name="train")(train)
 app.command(name="test")(test)
 app.command(name="env")(env)
+patches.command()(drift)
 app.add_typer(patches, name="patches")
 
 # What stands after "--" belongs to TorchTitan. It is taken off before typer sees the command

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
 from integration import paths
@@ -31,17 +31,28 @@ def default_folder() -> Path:
 
 def sources(pin: Pin) -> dict[str, bytes]:
     """Return the installed sources of ``pin``: what a patch can change without a compiler."""
-    site = pin.site()
+    return sources_below(pin.site(), pin.package)
+
+
+def sources_below(root: Path, package: str) -> dict[str, bytes]:
+    """Return the sources of ``root/package``, by their path below ``root``."""
     found = {}
-    for folder, folders, files in os.walk(site / pin.package):
-        top = Path(folder) == site / pin.package
-        skipped = {"__pycache__", *(_BUILT_FOLDERS if top else ())}
+    for folder, folders, files in os.walk(root / package):
+        skipped = {"__pycache__", *(_BUILT_FOLDERS if Path(folder) == root / package else ())}
         folders[:] = sorted(set(folders) - skipped)
         for name in files:
             file = Path(folder) / name
-            if file.suffix not in _BUILT_SUFFIXES and not file.is_symlink():
-                found[file.relative_to(site).as_posix()] = file.read_bytes()
+            path = file.relative_to(root)
+            if is_source(PurePosixPath(path), package) and not file.is_symlink():
+                found[path.as_posix()] = file.read_bytes()
     return found
+
+
+def is_source(path: PurePosixPath, package: str) -> bool:
+    """Tell whether ``path``, below the folder that holds ``package``, is a source of it."""
+    parts = path.parts
+    built = len(parts) > 2 and parts[1] in _BUILT_FOLDERS
+    return parts[0] == package and not built and path.suffix not in _BUILT_SUFFIXES
 
 
 @dataclass(frozen=True, slots=True)
