@@ -124,7 +124,7 @@ def export_set(folder: Path) -> list[str]:
         )
     stored, _ = repository.scan()
     for upstream in held:
-        _refuse_unfinished(folder / upstream)
+        refuse_unfinished(folder / upstream)
         _refuse_newer(folder / upstream, upstream, stored)
     line = {upstream: exchange.commits(folder / upstream) for upstream in held}
     names = {c.name for c in stored if c.upstream not in held}
@@ -141,10 +141,10 @@ def export_set(folder: Path) -> list[str]:
             parse(item.name, upstream, _file(root, upstream, item.name), item.data)
             for item in items
         ]
-        hashes[upstream] = _hashes(pins[upstream], exported[upstream])
-        said += _changes(upstream, stored, exported[upstream], new)
+        hashes[upstream] = hashes_of(pins[upstream], exported[upstream])
+        said += changes(upstream, stored, exported[upstream], new)
         series = root / "patches" / upstream / "series"
-        new[f"{upstream}/series"] = _series(series, [item.name for item in items])
+        new[f"{upstream}/series"] = series_text(series, [item.name for item in items])
     new["pins.toml"] = pins_module.with_files(hashes).encode()
     replace_all(root / "patches", new)
     for upstream in held:
@@ -156,7 +156,7 @@ def _file(root: Path, upstream: str, name: str) -> Path:
     return root / "patches" / upstream / f"{name}.patch"
 
 
-def _refuse_unfinished(checkout: Path) -> None:
+def refuse_unfinished(checkout: Path) -> None:
     """Refuse work that is not in a commit: an export would leave it out without a word."""
     for state in ("rebase-merge", "rebase-apply"):
         if (checkout / ".git" / state).exists():
@@ -191,17 +191,18 @@ def _refuse_newer(checkout: Path, upstream: str, stored: Sequence[Contribution])
         )
 
 
-def _hashes(pin: Pin, contributions: Sequence[Contribution]) -> dict[str, str]:
+def hashes_of(pin: Pin, contributions: Sequence[Contribution]) -> dict[str, str]:
     touched = sorted(pristine_paths(contributions))
     return {path: sha256((pin.site() / path).read_bytes()) for path in touched}
 
 
-def _changes(
+def changes(
     upstream: str,
     stored: Sequence[Contribution],
     exported: Sequence[Contribution],
     new: dict[str, bytes | None],
 ) -> list[str]:
+    """Put what is to be written below patches/ into ``new``; return a line a patch."""
     before = {c.name: c.data for c in stored if c.upstream == upstream}
     said = []
     for c in exported:
@@ -215,7 +216,7 @@ def _changes(
     return said
 
 
-def _series(series: Path, names: Sequence[str]) -> bytes:
+def series_text(series: Path, names: Sequence[str]) -> bytes:
     """Return the series file's bytes; comments stay as long as the names do."""
     old = series.read_bytes() if series.is_file() else b""
     if [name for _, name in repository.read_series(series)] == list(names):

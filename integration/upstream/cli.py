@@ -6,6 +6,7 @@ import typer
 
 if TYPE_CHECKING:
     from integration.upstream.drift import Drift
+    from integration.upstream.rebase import Done, Stopped
 
 Names = Annotated[
     list[str] | None,
@@ -82,3 +83,91 @@ def _show(drifts: "list[Drift]") -> None:
         for finding in d.findings:
             if finding.verdict != PRESENT:
                 print(f"\n{finding}")
+
+
+def rebase(
+    onto: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PACKAGE==VERSION", help="The newer version, or a wheel of it."),
+    ] = None,
+    commit: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PACKAGE==SHA", help="Its commit, where no tag tells it."),
+    ] = None,
+    go_on: Annotated[bool, typer.Option("--continue", help="After mending a conflict.")] = False,
+    abort: Annotated[bool, typer.Option("--abort", help="Leave everything as it was.")] = False,
+) -> None:
+    """Move the set to a newer pin, three-way; patches/ changes when all is done, and at once."""
+    from integration.errors import UserError
+    from integration.patchset import pins as pins_module
+    from integration.upstream import newer
+    from integration.upstream import rebase as module
+
+    if [bool(onto), go_on, abort].count(True) != 1:
+        raise UserError(
+            "expected one of --onto, --continue and --abort; nothing was done: begin with "
+            "`integration patches rebase --onto PACKAGE==VERSION`"
+        )
+    if abort:
+        module.abort()
+        print("forgotten; patches/ is as it was")
+        return
+    if go_on:
+        result = module.go_on()
+    else:
+        pins = pins_module.load()
+        others = newer.parse(onto or [], pins, "--onto")
+        upstreams = {pin.package: pin.upstream for pin in pins.values()}
+        pairs = (value.partition("==") for value in commit or [])
+        shas = {upstreams.get(name, name): sha for name, _, sha in pairs}
+        result = module.start(others, shas)
+    if isinstance(result, module.Stopped):
+        _show_stop(result)
+        raise typer.Exit(1)
+    _show_done(result)
+
+
+def _show_stop(stopped: "Stopped") -> None:
+    import shlex
+
+    path = shlex.quote(str(stopped.checkout))
+    print(
+        f"{stopped.upstream} stopped at {stopped.name}:\n{stopped.complaint}\n\n"
+        f"look      git -C {path} show REBASE_HEAD\n"
+        f"mend      edit {', '.join(stopped.files) or 'the files'} there, then "
+        f"git -C {path} add -A\n"
+        f"go on     integration patches rebase --continue\n"
+        f"or        integration patches rebase --abort\n\n"
+        f"patches/ is as it was until all is done"
+    )
+
+
+def _show_done(done: "Done") -> None:
+    from integration import paths
+    from integration.patchset import git
+
+    print("\n".join(done.said))
+    for old, new in done.moved:
+        print(f"{old.package}: {old.version} -> {new.version} ({new.tag}, {new.commit[:12]})")
+        naming = git.attempt(["grep", "--fixed-strings", "-l", old.version], paths.REPO)
+        if naming.out:
+            print(f"  still naming {old.version}: {', '.join(naming.text.splitlines())}")
+    package = " ".join(f"{new.package}=={new.version}" for _, new in done.moved)
+    shown = ", ".join(f"{new.package} {new.version}" for _, new in done.moved)
+    print(
+        f"""
+next      mend the files named above, and ci/lock for the exact versions
+          pip install {package}
+          integration patches readme --write && integration patches check
+commit    git add -A && git commit -m "Move the pin to {shown}"
+evidence  of a changed patch is stale: measure again, in commits of its own"""
+    )
+
+
+def drop(name: str) -> None:
+    """Let NAME go: only when its Drop-when test passes on the unpatched pin."""
+    from integration.upstream.drop import drop as run_drop
+
+    file = run_drop(name)
+    print(f"{name}: upstream no longer needs it; recorded in {file}")
+    print("next: integration patches readme --write, then integration patches check, then commit")

@@ -22,7 +22,7 @@ from integration.tests.patchset.conftest import (
 __all__ = ["House", "house", "isolated", "plain_git"]
 
 
-def wheel(folder: Path, package: str, version: str, **edits: str | None) -> Path:
+def wheel(folder: Path, package: str, version: str, /, **edits: str | None) -> Path:
     """Write a wheel of a fake upstream; ``core="…"`` replaces core.py, None leaves it out."""
     changed = {f"{package}/{stem}.py": text for stem, text in edits.items()}
     files = {p: t for p, t in {**PRISTINE, **changed}.items() if p.startswith(package)}
