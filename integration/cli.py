@@ -14,7 +14,7 @@ from integration.errors import UserError
 from integration.job.cli import train
 from integration.patchset.cli import env, patches
 from integration.proof.cli import test
-from integration.upstream.cli import drift, drop, rebase
+from integration.upstream.cli import drift, drop, pr, rebase
 
 app = typer.Typer(
     name="integration",
@@ -26,7 +26,7 @@ app = typer.Typer(
 app.command(name="train")(train)
 app.command(name="test")(test)
 app.command(name="env")(env)
-for verb in (drift, rebase, drop):
+for verb in (drift, rebase, drop, pr):
     patches.command()(verb)
 app.add_typer(patches, name="patches")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from integration.errors import UserError
-from integration.patchset import exchange, git, repository, scratch
+from integration.patchset import exchange, git, graft, repository, scratch
 from integration.patchset import pins as pins_module
 from integration.patchset.atomic import replace_all
 from integration.patchset.patch import Contribution
@@ -68,14 +68,15 @@ def apply(
     if not three_way:
         _refuse_changed(state, pins, todo)
 
+    touched = scratch.touched(todo)
     with TemporaryDirectory(prefix="integration-") as temporary:
         folder = Path(temporary) / "checkout"
         folder.mkdir()
-        env = _on_head(folder, checkout, todo) if commits else {}
+        env = graft.repository_at(folder, checkout, "HEAD", touched) if commits else {}
         if not commits:
             exchange.create(folder, state.files)
         if three_way:
-            _store_ancestors(folder, env, state, todo)
+            graft.store_ancestors(folder, env, state.pristine, contributions, todo)
         start = git.run(["rev-parse", "HEAD"], folder, env=env).text
         box = exchange.mailbox(todo, marked=False)
         complaint = exchange.commit_all(folder, box, three_way=three_way, env=env)
@@ -86,7 +87,7 @@ def apply(
         if commits:
             _forward(checkout, git.run(["rev-parse", "HEAD"], folder, env=env).text, state, todo)
         else:
-            _write(checkout, state.files, scratch.read(folder, scratch.touched(todo)), todo)
+            _write(checkout, state.files, scratch.read(folder, touched), todo)
     done = "committed" if commits else "applied"
     return said + [f"{c.name}: {done if c.subject in made else 'already present'}" for c in todo]
 
@@ -189,10 +190,20 @@ def _refuse_changed(state: _State, pins: dict[str, Pin], todo: Sequence[Contribu
     expected = sha256(state.pristine[path])[:12] if path in state.pristine else "no such file"
     found = sha256(state.bare[path])[:12] if path in state.bare else "no such file"
     more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+    if all(_only_line_endings(state.bare.get(p), state.pristine.get(p)) for p in changed):
+        raise UserError(
+            f"expected {path} with the line endings of {pin.package} {pin.version}, found CRLF"
+            f"{more}; nothing was changed: run `git -C {state.checkout} config core.autocrlf false`"
+            f" and check the files out again"
+        )
     raise UserError(
         f"expected {path} of {pin.package} {pin.version} (sha256 {expected}) in {state.checkout}, "
         f"found {found}{more}; nothing was changed: check out {pin.tag}, or merge with --3way"
     )
+
+
+def _only_line_endings(found: bytes | None, pristine: bytes | None) -> bool:
+    return found is not None and found.replace(b"\r\n", b"\n") == pristine
 
 
 def _refuse_dirty(checkout: Path, todo: Sequence[Contribution]) -> None:
@@ -209,35 +220,6 @@ def _refuse_dirty(checkout: Path, todo: Sequence[Contribution]) -> None:
             f"expected no uncommitted change in the files that the patches touch, found "
             f"{dirty.splitlines()[0][3:]} changed; it could be lost: run `git -C {checkout} stash`"
         )
-
-
-def _on_head(folder: Path, checkout: Path, todo: Sequence[Contribution]) -> dict[str, str]:
-    """Make ``folder`` a repository at the checkout's commit that shares its object store.
-
-    New commits are in the checkout's store at once, and none of its branches has moved. Only the
-    touched files are written out: `git am` looks at no others.
-    """
-    objects = git.run(["rev-parse", "--git-path", "objects"], checkout).text
-    env = {"GIT_OBJECT_DIRECTORY": str((checkout / objects).resolve())}
-    head = git.run(["rev-parse", "HEAD"], checkout).text
-    git.run(["init", "--quiet"], folder, env=env)
-    git.run(["update-ref", "HEAD", head], folder, env=env)
-    git.run(["read-tree", "HEAD"], folder, env=env)
-    listed = git.run(["ls-files", "-z", "--", *sorted(scratch.touched(todo))], folder, env=env).out
-    git.run(["checkout-index", "-z", "--stdin"], folder, stdin=listed, env=env)
-    return env
-
-
-def _store_ancestors(
-    folder: Path, env: dict[str, str], state: _State, todo: Sequence[Contribution]
-) -> None:
-    """Put into the object store what each patch was made on: the common ancestor of a merge."""
-    for contribution in todo:
-        required = repository.close(state.everything, contribution.requires)
-        base, _ = scratch.apply(state.pristine, required)
-        for path in sorted(contribution.old_paths & set(base)):
-            arguments = ["hash-object", "-w", "--no-filters", "--stdin"]
-            git.run(arguments, folder, stdin=base[path], env=env)
 
 
 def _refused(checkout: Path, complaint: str, three_way: bool) -> UserError:

@@ -1,5 +1,6 @@
 """``integration patches drift|rebase|drop|pr``. What they need is imported when they run."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -171,3 +172,35 @@ def drop(name: str) -> None:
     file = run_drop(name)
     print(f"{name}: upstream no longer needs it; recorded in {file}")
     print("next: integration patches readme --write, then integration patches check, then commit")
+
+
+def pr(
+    name: str,
+    checkout: Annotated[Path, typer.Option(metavar="DIR", help="A clone of the upstream.")],
+    base: Annotated[
+        str | None, typer.Option(metavar="REF", help="Where to begin. Default: the clone's main.")
+    ] = None,
+    test: Annotated[bool, typer.Option(help="Run the contribution's tests for counts.")] = True,
+) -> None:
+    """Prepare NAME as a pull request: a branch in DIR, and pr.md. A person submits it."""
+    import shlex
+
+    from integration.upstream.pr import prepare
+
+    prepared = prepare(name, checkout, base, test=test)
+    branch = prepared.branch
+    path = shlex.quote(str(checkout))
+    print(f"branch    {branch.name} of {checkout}: on {branch.base[:12]}")
+    print("          " + ", ".join(c.name for c in branch.contributions))
+    for item in prepared.linted:
+        words = {True: "clean", False: "finds something", None: "not run"}[item.clean]
+        reason = "" if item.clean else f": {item.reason}"
+        print(f"lint      {item.command.split()[0]}: {words}{reason}")
+    print(f"text      {prepared.text}")
+    print(
+        f"""
+read      git -C {path} log -p {branch.base[:12]}..{branch.name}
+own       git -C {path} rebase {branch.base[:12]} {branch.name} \\
+            --exec 'git commit --amend --no-edit --reset-author'
+submit    push and open it yourself, once every TODO and box of pr.md is done"""
+    )
