@@ -105,6 +105,19 @@ def read_report(report: Path, log: Path) -> Outcome:
     return Outcome(passed, len(failures), skipped, seconds, tuple(failures), True)
 
 
+def outcomes(report: Path) -> dict[str, str]:
+    """Return ``test id: passed, failed, error or skipped`` of a JUnit report, if it exists."""
+    if not report.exists():
+        return {}
+    found = {}
+    for case in ET.parse(report).getroot().iter("testcase"):
+        tags = {child.tag for child in case}
+        worst = next((t for t in ("error", "failure", "skipped") if t in tags), "passed")
+        name = "::".join(filter(None, (case.get("classname"), case.get("name"))))
+        found[name] = "failed" if worst == "failure" else worst
+    return found
+
+
 def merge_reports(reports: Sequence[tuple[str, Path]], target: Path) -> None:
     """Write one JUnit file of all suites, each named ``contribution.stage``."""
     root = ET.Element("testsuites")
