@@ -174,7 +174,12 @@ def without_requirements(message: str, names: Collection[str]) -> str:
 
 
 def strip_prefix(path: str) -> str:
-    """Return the path of a diff's ``---`` or ``+++`` line: ``a/torch/x.py`` -> ``torch/x.py``."""
+    """Return the path of a diff's ``---`` or ``+++`` line: ``a/torch/x.py`` -> ``torch/x.py``.
+
+    Git quotes a path beyond ASCII: ``"a/torch/\\303\\251.py"`` -> ``torch/é.py``.
+    """
+    if path.startswith('"'):
+        path = path.strip('"').encode().decode("unicode_escape").encode("latin-1").decode()
     return path.split("/", 1)[1] if path[:2] in ("a/", "b/") else path
 
 
