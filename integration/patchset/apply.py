@@ -63,6 +63,7 @@ def apply(
     todo = [c for c in mine if c.name not in state.applied]
     if not todo:
         return said
+    _refuse_crlf(state, todo)
     if commits or three_way:
         _refuse_dirty(checkout, todo)
     if not three_way:
@@ -190,20 +191,22 @@ def _refuse_changed(state: _State, pins: dict[str, Pin], todo: Sequence[Contribu
     expected = sha256(state.pristine[path])[:12] if path in state.pristine else "no such file"
     found = sha256(state.bare[path])[:12] if path in state.bare else "no such file"
     more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-    if all(_only_line_endings(state.bare.get(p), state.pristine.get(p)) for p in changed):
-        raise UserError(
-            f"expected {path} with the line endings of {pin.package} {pin.version}, found CRLF"
-            f"{more}; nothing was changed: run `git -C {state.checkout} config core.autocrlf false`"
-            f" and check the files out again"
-        )
     raise UserError(
         f"expected {path} of {pin.package} {pin.version} (sha256 {expected}) in {state.checkout}, "
         f"found {found}{more}; nothing was changed: check out {pin.tag}, or merge with --3way"
     )
 
 
-def _only_line_endings(found: bytes | None, pristine: bytes | None) -> bool:
-    return found is not None and found.replace(b"\r\n", b"\n") == pristine
+def _refuse_crlf(state: _State, todo: Sequence[Contribution]) -> None:
+    """Name the cause where git has given a checkout the line ends of another system."""
+    for path in state.changed(todo):
+        found, pristine = state.bare.get(path, b""), state.pristine.get(path)
+        if b"\r\n" in found and found.replace(b"\r\n", b"\n") == pristine:
+            raise UserError(
+                f"expected {path} with the pin's line ends, found CRLF in {state.checkout}; "
+                f"nothing was changed: run `git -C {state.checkout} config core.autocrlf false` "
+                f"and check the files out again"
+            )
 
 
 def _refuse_dirty(checkout: Path, todo: Sequence[Contribution]) -> None:
