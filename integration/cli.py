@@ -16,6 +16,7 @@ from integration.job.slurm.cli import launch
 from integration.patchset.cli import env, patches
 from integration.plan.cli import plan
 from integration.proof.cli import test
+from integration.upstream.cli import drift, drop, pr, rebase
 
 app = typer.Typer(
     name="integration",
@@ -29,6 +30,8 @@ app.command(name="plan")(plan)
 app.command(name="launch")(launch)
 app.command(name="test")(test)
 app.command(name="env")(env)
+for verb in (drift, rebase, drop, pr):
+    patches.command()(verb)
 app.add_typer(patches, name="patches")
 
 # What stands after "--" belongs to TorchTitan. It is taken off before typer sees the command

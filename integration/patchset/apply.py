@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from integration.errors import UserError
-from integration.patchset import exchange, git, repository, scratch
+from integration.patchset import exchange, git, graft, repository, scratch
 from integration.patchset import pins as pins_module
 from integration.patchset.atomic import replace_all
 from integration.patchset.patch import Contribution
@@ -63,19 +63,21 @@ def apply(
     todo = [c for c in mine if c.name not in state.applied]
     if not todo:
         return said
+    _refuse_crlf(state, todo)
     if commits or three_way:
         _refuse_dirty(checkout, todo)
     if not three_way:
         _refuse_changed(state, pins, todo)
 
+    touched = scratch.touched(todo)
     with TemporaryDirectory(prefix="integration-") as temporary:
         folder = Path(temporary) / "checkout"
         folder.mkdir()
-        env = _on_head(folder, checkout, todo) if commits else {}
+        env = graft.repository_at(folder, checkout, "HEAD", touched) if commits else {}
         if not commits:
             exchange.create(folder, state.files)
         if three_way:
-            _store_ancestors(folder, env, state, todo)
+            graft.store_ancestors(folder, env, state.pristine, contributions, todo)
         start = git.run(["rev-parse", "HEAD"], folder, env=env).text
         box = exchange.mailbox(todo, marked=False)
         complaint = exchange.commit_all(folder, box, three_way=three_way, env=env)
@@ -86,7 +88,7 @@ def apply(
         if commits:
             _forward(checkout, git.run(["rev-parse", "HEAD"], folder, env=env).text, state, todo)
         else:
-            _write(checkout, state.files, scratch.read(folder, scratch.touched(todo)), todo)
+            _write(checkout, state.files, scratch.read(folder, touched), todo)
     done = "committed" if commits else "applied"
     return said + [f"{c.name}: {done if c.subject in made else 'already present'}" for c in todo]
 
@@ -195,6 +197,18 @@ def _refuse_changed(state: _State, pins: dict[str, Pin], todo: Sequence[Contribu
     )
 
 
+def _refuse_crlf(state: _State, todo: Sequence[Contribution]) -> None:
+    """Name the cause where git has given a checkout the line ends of another system."""
+    for path in state.changed(todo):
+        found, pristine = state.bare.get(path, b""), state.pristine.get(path)
+        if b"\r\n" in found and found.replace(b"\r\n", b"\n") == pristine:
+            raise UserError(
+                f"expected {path} with the pin's line ends, found CRLF in {state.checkout}; "
+                f"nothing was changed: run `git -C {state.checkout} config core.autocrlf false` "
+                f"and check the files out again"
+            )
+
+
 def _refuse_dirty(checkout: Path, todo: Sequence[Contribution]) -> None:
     if git.attempt(["rev-parse", "--verify", "--quiet", "HEAD"], checkout).code:
         raise UserError(
@@ -209,35 +223,6 @@ def _refuse_dirty(checkout: Path, todo: Sequence[Contribution]) -> None:
             f"expected no uncommitted change in the files that the patches touch, found "
             f"{dirty.splitlines()[0][3:]} changed; it could be lost: run `git -C {checkout} stash`"
         )
-
-
-def _on_head(folder: Path, checkout: Path, todo: Sequence[Contribution]) -> dict[str, str]:
-    """Make ``folder`` a repository at the checkout's commit that shares its object store.
-
-    New commits are in the checkout's store at once, and none of its branches has moved. Only the
-    touched files are written out: `git am` looks at no others.
-    """
-    objects = git.run(["rev-parse", "--git-path", "objects"], checkout).text
-    env = {"GIT_OBJECT_DIRECTORY": str((checkout / objects).resolve())}
-    head = git.run(["rev-parse", "HEAD"], checkout).text
-    git.run(["init", "--quiet"], folder, env=env)
-    git.run(["update-ref", "HEAD", head], folder, env=env)
-    git.run(["read-tree", "HEAD"], folder, env=env)
-    listed = git.run(["ls-files", "-z", "--", *sorted(scratch.touched(todo))], folder, env=env).out
-    git.run(["checkout-index", "-z", "--stdin"], folder, stdin=listed, env=env)
-    return env
-
-
-def _store_ancestors(
-    folder: Path, env: dict[str, str], state: _State, todo: Sequence[Contribution]
-) -> None:
-    """Put into the object store what each patch was made on: the common ancestor of a merge."""
-    for contribution in todo:
-        required = repository.close(state.everything, contribution.requires)
-        base, _ = scratch.apply(state.pristine, required)
-        for path in sorted(contribution.old_paths & set(base)):
-            arguments = ["hash-object", "-w", "--no-filters", "--stdin"]
-            git.run(arguments, folder, stdin=base[path], env=env)
 
 
 def _refused(checkout: Path, complaint: str, three_way: bool) -> UserError:

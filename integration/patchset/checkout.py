@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
 from integration import paths
@@ -31,17 +31,28 @@ def default_folder() -> Path:
 
 def sources(pin: Pin) -> dict[str, bytes]:
     """Return the installed sources of ``pin``: what a patch can change without a compiler."""
-    site = pin.site()
+    return sources_below(pin.site(), pin.package)
+
+
+def sources_below(root: Path, package: str) -> dict[str, bytes]:
+    """Return the sources of ``root/package``, by their path below ``root``."""
     found = {}
-    for folder, folders, files in os.walk(site / pin.package):
-        top = Path(folder) == site / pin.package
-        skipped = {"__pycache__", *(_BUILT_FOLDERS if top else ())}
+    for folder, folders, files in os.walk(root / package):
+        skipped = {"__pycache__", *(_BUILT_FOLDERS if Path(folder) == root / package else ())}
         folders[:] = sorted(set(folders) - skipped)
         for name in files:
             file = Path(folder) / name
-            if file.suffix not in _BUILT_SUFFIXES and not file.is_symlink():
-                found[file.relative_to(site).as_posix()] = file.read_bytes()
+            path = file.relative_to(root)
+            if is_source(PurePosixPath(path), package) and not file.is_symlink():
+                found[path.as_posix()] = file.read_bytes()
     return found
+
+
+def is_source(path: PurePosixPath, package: str) -> bool:
+    """Tell whether ``path``, below the folder that holds ``package``, is a source of it."""
+    parts = path.parts
+    built = len(parts) > 2 and parts[1] in _BUILT_FOLDERS
+    return parts[0] == package and not built and path.suffix not in _BUILT_SUFFIXES
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +124,7 @@ def export_set(folder: Path) -> list[str]:
         )
     stored, _ = repository.scan()
     for upstream in held:
-        _refuse_unfinished(folder / upstream)
+        refuse_unfinished(folder / upstream)
         _refuse_newer(folder / upstream, upstream, stored)
     line = {upstream: exchange.commits(folder / upstream) for upstream in held}
     names = {c.name for c in stored if c.upstream not in held}
@@ -130,10 +141,10 @@ def export_set(folder: Path) -> list[str]:
             parse(item.name, upstream, _file(root, upstream, item.name), item.data)
             for item in items
         ]
-        hashes[upstream] = _hashes(pins[upstream], exported[upstream])
-        said += _changes(upstream, stored, exported[upstream], new)
+        hashes[upstream] = hashes_of(pins[upstream], exported[upstream])
+        said += changes(upstream, stored, exported[upstream], new)
         series = root / "patches" / upstream / "series"
-        new[f"{upstream}/series"] = _series(series, [item.name for item in items])
+        new[f"{upstream}/series"] = series_text(series, [item.name for item in items])
     new["pins.toml"] = pins_module.with_files(hashes).encode()
     replace_all(root / "patches", new)
     for upstream in held:
@@ -145,7 +156,7 @@ def _file(root: Path, upstream: str, name: str) -> Path:
     return root / "patches" / upstream / f"{name}.patch"
 
 
-def _refuse_unfinished(checkout: Path) -> None:
+def refuse_unfinished(checkout: Path) -> None:
     """Refuse work that is not in a commit: an export would leave it out without a word."""
     for state in ("rebase-merge", "rebase-apply"):
         if (checkout / ".git" / state).exists():
@@ -180,17 +191,18 @@ def _refuse_newer(checkout: Path, upstream: str, stored: Sequence[Contribution])
         )
 
 
-def _hashes(pin: Pin, contributions: Sequence[Contribution]) -> dict[str, str]:
+def hashes_of(pin: Pin, contributions: Sequence[Contribution]) -> dict[str, str]:
     touched = sorted(pristine_paths(contributions))
     return {path: sha256((pin.site() / path).read_bytes()) for path in touched}
 
 
-def _changes(
+def changes(
     upstream: str,
     stored: Sequence[Contribution],
     exported: Sequence[Contribution],
     new: dict[str, bytes | None],
 ) -> list[str]:
+    """Put what is to be written below patches/ into ``new``; return a line a patch."""
     before = {c.name: c.data for c in stored if c.upstream == upstream}
     said = []
     for c in exported:
@@ -204,7 +216,7 @@ def _changes(
     return said
 
 
-def _series(series: Path, names: Sequence[str]) -> bytes:
+def series_text(series: Path, names: Sequence[str]) -> bytes:
     """Return the series file's bytes; comments stay as long as the names do."""
     old = series.read_bytes() if series.is_file() else b""
     if [name for _, name in repository.read_series(series)] == list(names):

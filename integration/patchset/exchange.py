@@ -10,14 +10,14 @@ merge by git; where that conflicts, the patch needs another one and has to say s
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from integration.errors import UserError, nearest
 from integration.patchset import git, scratch
-from integration.patchset.patch import Contribution, split_trailers
+from integration.patchset.patch import Contribution, split_trailers, without_requirements
 
 MARK = "Patch-Name"  # names a commit's patch; added on import, taken off on export
 BASE = "pin"  # the tag of the pristine commit
@@ -41,6 +41,15 @@ class _Commit:
     message: str  # without the mark
     name: str
     requires: tuple[str, ...]
+
+    @property
+    def by(self) -> dict[str, str]:
+        """Return the environment that gives a copy of the commit its author and date."""
+        return {
+            "GIT_AUTHOR_NAME": self.author,
+            "GIT_AUTHOR_EMAIL": self.email,
+            "GIT_AUTHOR_DATE": self.date,
+        }
 
 
 def create(folder: Path, files: scratch.Files) -> None:
@@ -212,15 +221,21 @@ def _base_of(
     return git.run(["commit-tree", tree, "-p", BASE, "-m", "base"], folder).text
 
 
+def forget(folder: Path, names: Collection[str]) -> None:
+    """Take ``names`` out of every commit's ``Requires:``: upstream has them, or they are gone."""
+    parent = git.run(["rev-parse", f"{BASE}^{{commit}}"], folder).text
+    for commit in commits(folder):
+        message = git.run(["log", "-1", "--format=%B", commit.id], folder).text + "\n"
+        arguments = ["commit-tree", f"{commit.id}^{{tree}}", "-p", parent, "-F", "-"]
+        data = without_requirements(message, names).encode()
+        parent = git.run(arguments, folder, stdin=data, env=commit.by).text
+    git.run(["update-ref", "HEAD", parent], folder)
+
+
 def _format(folder: Path, index: Mapping[str, str], commit: _Commit, parent: str) -> bytes:
     tree = git.run(["write-tree"], folder, env=index).text
-    author = {
-        "GIT_AUTHOR_NAME": commit.author,
-        "GIT_AUTHOR_EMAIL": commit.email,
-        "GIT_AUTHOR_DATE": commit.date,
-    }
     arguments = ["commit-tree", tree, "-p", parent, "-F", "-"]
-    moved = git.run(arguments, folder, stdin=commit.message.encode(), env=author).text
+    moved = git.run(arguments, folder, stdin=commit.message.encode(), env=commit.by).text
     return git.run([*git.FORMAT_PATCH, "-1", moved], folder).out
 
 

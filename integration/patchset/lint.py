@@ -167,6 +167,14 @@ def _tests(contribution: Contribution) -> Iterator[Finding]:
             )
         if target and (PurePosixPath(target).is_absolute() or ".." in target.split("/")):
             yield report(line, "a path inside the upstream repository", target, "malformed field")
+    targets = [target for _, target in contribution.tests if target]
+    for value in contribution.values("Drop-when"):
+        if targets and not re.fullmatch(r"[^:]+(::\w+){0,2}", value):
+            expected, found = "PATH, PATH::CLASS or PATH::CLASS::TEST", f"`{value}`"
+            yield report(_line_of(contribution, "Drop-when"), expected, found, "malformed field")
+        elif targets and value.partition("::")[0] not in targets:
+            expected = f"a test of its own: {' or '.join(targets)}"
+            yield report(_line_of(contribution, "Drop-when"), expected, value, "unknown test")
     for test in sorted(contribution.folder.glob("**/test_*.py")):
         file = test.relative_to(contribution.folder).as_posix()
         if file not in listed:

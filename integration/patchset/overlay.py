@@ -84,23 +84,38 @@ def build(names: Sequence[str] | None = None) -> Overlay:
     if not chosen:
         return Overlay(None, (), fingerprint)
 
-    parent = paths.cache_dir() / "overlays"
-    final = parent / fingerprint
+    final = paths.cache_dir() / "overlays" / fingerprint
     if not final.is_dir():
-        parent.mkdir(parents=True, exist_ok=True)
-        _clean(parent)
-        with _building(parent, fingerprint) as folder:
-            _fill(folder, pins, sites, chosen)
-            manifest["files"] = _hashes(folder, chosen)
-            (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-            # Another builder of the same set may have been quicker; its overlay is as good.
-            try:
-                folder.rename(final)
-            except OSError:
-                if not final.is_dir():
-                    raise
+        try:
+            _build_at(final, manifest, pins, sites, chosen)
+        except OSError as error:
+            raise UserError(
+                f"expected to write the overlay below {final.parent}, found: {error}; none was "
+                f"built: make room or the folder writable, or name another with INTEGRATION_CACHE"
+            ) from error
     _refuse_edited(final)
     return Overlay(final, set_names, fingerprint)
+
+
+def _build_at(
+    final: Path,
+    manifest: dict[str, object],
+    pins: Mapping[str, Pin],
+    sites: Mapping[str, Path],
+    chosen: Sequence[Contribution],
+) -> None:
+    final.parent.mkdir(parents=True, exist_ok=True)
+    _clean(final.parent)
+    with _building(final.parent, final.name) as folder:
+        _fill(folder, pins, sites, chosen)
+        manifest["files"] = _hashes(folder, chosen)
+        (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        # Another builder of the same set may have been quicker; its overlay is as good.
+        try:
+            folder.rename(final)
+        except OSError:
+            if not final.is_dir():
+                raise
 
 
 def _manifest(

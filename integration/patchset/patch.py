@@ -3,7 +3,7 @@
 import email.header
 import email.parser
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -162,8 +162,24 @@ def pristine_paths(contributions: Sequence[Contribution]) -> set[str]:
     return wanted
 
 
+def without_requirements(message: str, names: Collection[str]) -> str:
+    """Return the message, or header of a patch, with ``names`` taken out of its ``Requires:``."""
+
+    def kept(match: re.Match[str]) -> str:
+        required = " ".join(match[1].split()).split(",")
+        left = [name.strip() for name in required if name.strip() not in names]
+        return f"Requires: {', '.join(left)}".rstrip()
+
+    return re.sub(r"^Requires:(.*(?:\n[ \t]+.*)*)$", kept, message, count=1, flags=re.MULTILINE)
+
+
 def strip_prefix(path: str) -> str:
-    """Return the path of a diff's ``---`` or ``+++`` line: ``a/torch/x.py`` -> ``torch/x.py``."""
+    """Return the path of a diff's ``---`` or ``+++`` line: ``a/torch/x.py`` -> ``torch/x.py``.
+
+    Git quotes a path beyond ASCII: ``"a/torch/\\303\\251.py"`` -> ``torch/é.py``.
+    """
+    if path.startswith('"'):
+        path = path.strip('"').encode().decode("unicode_escape").encode("latin-1").decode()
     return path.split("/", 1)[1] if path[:2] in ("a/", "b/") else path
 
 

@@ -134,11 +134,20 @@ def load(root: Path | None = None) -> dict[str, Pin]:
     return pins
 
 
-def with_files(files: Mapping[str, Mapping[str, str]], root: Path | None = None) -> str:
-    """Return the text of pins.toml with ``files[upstream]`` as its hashes; comments stay."""
+def with_files(
+    files: Mapping[str, Mapping[str, str]], root: Path | None = None, moved: Iterable[Pin] = ()
+) -> str:
+    """Return the text of pins.toml with ``files[upstream]`` as its hashes; comments stay.
+
+    Args:
+        moved: pins at another version than the file's; their ``files`` are not looked at.
+    """
     import tomlkit
 
     document = tomlkit.parse(pins_file(root).read_text(encoding="utf-8"))
+    for pin in moved:
+        for key in ("version", "tag", "commit"):
+            document[pin.upstream][key] = getattr(pin, key)  # pyrefly: ignore[unsupported-operation]
     for upstream, hashes in files.items():
         table = document[upstream]["files"]  # pyrefly: ignore[bad-index]
         if dict(table) == dict(hashes):  # pyrefly: ignore[no-matching-overload]

@@ -68,7 +68,7 @@ Issue: none not reported yet
 Requires:
 Test: test_{name}.py -> {target}
 Numerics: bitwise
-Drop-when: {target}::Test{camel}.test_{name}
+Drop-when: {target}::Test{camel}::test_{name}
 {mark}: {name}
 """
 

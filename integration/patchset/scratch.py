@@ -114,7 +114,7 @@ def explain(
                 continue
             if _find(text, after):
                 line = _find(text, after)[0] + 1
-                report(line, f"`{_first_difference(before, after)}`", "the patched lines", _PRESENT)
+                report(line, f"`{_first_difference(before, after)}`", "the patched lines", PRESENT)
                 continue
             line, expected, found = _mismatch(text, before, start)
             report(line, f"`{expected}`", f"`{found}`", "surroundings changed")
@@ -133,7 +133,7 @@ def explain(
     return findings
 
 
-_PRESENT = "already present"
+PRESENT = "already present"
 _NEXT = {
     "surroundings changed": "rebase it: integration patches import, mend the commit, export",
     "already present": "drop the patch if upstream has it; else it is applied twice",

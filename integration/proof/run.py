@@ -11,8 +11,10 @@ from rich.table import Table
 
 from integration.job.machine import cores
 from integration.patchset import overlay, repository
+from integration.patchset.check import check
 from integration.paths import REPO
 from integration.proof import parity
+from integration.proof import table as table_module
 from integration.proof.parity import Parity
 from integration.proof.stages import Stage, Suite, plan
 from integration.proof.suite import merge_reports, run_pytest
@@ -52,8 +54,27 @@ def run(names: Sequence[str], *, prove: bool, full: bool, project: bool, record:
         for contribution, result in zip(chosen, parities, strict=True):
             if record and (file := parity.record(contribution, result)):
                 console.print(f"evidence: {file}")
-    _report(console, verdicts, parities)
-    return all(v.good for v in verdicts) and all(p.equal is not False for p in parities)
+    good = all(v.good for v in verdicts) and all(p.equal is not False for p in parities)
+    if prove and full:
+        proof = _proof(names, verdicts, parities)
+        good = good and all(row.good for row in proof)
+        shown = Table("contribution", *table_module.COLUMNS)
+        for row in proof:
+            shown.add_row(row.name, *row.cells, style=None if row.good else "red")
+        console.print(shown, table_module.legend(parities))
+        if record and good and not names:
+            table_module.write(proof, parities)
+            console.print("README.md: proof written")
+    _report(console, verdicts, parities, brief=prove and full)
+    return good
+
+
+def _proof(
+    names: Sequence[str], verdicts: Sequence[Verdict], parities: Sequence[Parity]
+) -> list[table_module.Row]:
+    everything = repository.load()
+    chosen = [c for c in everything if not names or c.name in names]
+    return table_module.rows(chosen, verdicts, parities, check(), len(everything))
 
 
 def _run_suite(suite: Suite) -> Verdict:
@@ -81,7 +102,9 @@ def _line(verdict: Verdict) -> str:
     )
 
 
-def _report(console: Console, verdicts: list[Verdict], parities: list[Parity]) -> None:
+def _report(
+    console: Console, verdicts: list[Verdict], parities: list[Parity], *, brief: bool
+) -> None:
     table = Table("tests of", "with", "passed", "failed", "skipped", "seconds", "verdict")
     for verdict in verdicts:
         outcome = verdict.outcome
@@ -98,7 +121,8 @@ def _report(console: Console, verdicts: list[Verdict], parities: list[Parity]) -
     for result in parities:
         mark = {True: "passes", False: "FAILS", None: "not compared"}[result.equal]
         table.add_row(result.name, "parity", "", "", "", "", f"{mark}: {result.words}")
-    console.print(table)
+    if not brief:  # the proof's table has said it all
+        console.print(table)
     for verdict in verdicts:
         if not verdict.good:
             console.print(f"[red]{verdict.suite.title}[/] log: {_files(verdict.suite)[1]}")

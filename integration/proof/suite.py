@@ -35,34 +35,39 @@ class Outcome:
 
 
 def run_pytest(
-    paths: Sequence[Path],
+    tests: Sequence[Path | str],
     *,
     patched: Overlay,
     report: Path,
     log: Path,
     extra: Sequence[str] = (),
+    python: str = sys.executable,
+    folder: Path | None = None,
 ) -> Outcome:
-    """Run pytest over ``paths`` with the overlay ``patched`` first on ``PYTHONPATH``.
+    """Run pytest over ``tests`` with the overlay ``patched`` first on ``PYTHONPATH``.
+
+    Args:
+        folder: where it runs, and what follows the overlay there; this repository by default.
 
     Output goes to ``log``, JUnit XML to ``report``. Nothing compiles, downloads or listens on
     another address than 127.0.0.1.
     """
     env = {
         **os.environ,
-        "PYTHONPATH": patched.pythonpath(str(REPO)),
+        "PYTHONPATH": patched.pythonpath(str(folder or REPO)),
         "OMP_NUM_THREADS": "1",  # several suites and ranks share the cores
         "GLOO_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",
     }
-    line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    line += [*extra, *map(str, paths)]
+    line = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    line += [*extra, *map(str, tests)]
     report.parent.mkdir(parents=True, exist_ok=True)
     report.unlink(missing_ok=True)
     with open(log, "w") as output:
         try:
             subprocess.run(
                 line,
-                cwd=REPO,
+                cwd=folder or REPO,
                 env=env,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -98,6 +103,19 @@ def read_report(report: Path, log: Path) -> Outcome:
     if not passed and not failures and not skipped:
         return Outcome(0, 1, 0, seconds, (f"no test was collected: {log}",), False)
     return Outcome(passed, len(failures), skipped, seconds, tuple(failures), True)
+
+
+def outcomes(report: Path) -> dict[str, str]:
+    """Return ``test id: passed, failed, error or skipped`` of a JUnit report, if it exists."""
+    if not report.exists():
+        return {}
+    found = {}
+    for case in ET.parse(report).getroot().iter("testcase"):
+        tags = {child.tag for child in case}
+        worst = next((t for t in ("error", "failure", "skipped") if t in tags), "passed")
+        name = "::".join(filter(None, (case.get("classname"), case.get("name"))))
+        found[name] = "failed" if worst == "failure" else worst
+    return found
 
 
 def merge_reports(reports: Sequence[tuple[str, Path]], target: Path) -> None:

@@ -52,7 +52,7 @@ Issue: none it is a test
 Requires:{requires}
 Test: test_{name}.py -> test/test_{name}.py
 Numerics: bitwise
-Drop-when: test/test_{name}.py::Test.test_{name}
+Drop-when: test/test_{name}.py::Test::test_{name}
 """
 
 

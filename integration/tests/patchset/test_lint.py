@@ -53,9 +53,19 @@ def test_accepted(house: House, old: str, new: str) -> None:
         ("Test: test_one.py -> test", "Test: test", "malformed field: `Test: test/test_one.py`"),
         ("Numerics: bitwise", "Numerics: same", "malformed field: `Numerics: same`"),
         (
-            "Drop-when: test/test_one.py::Test.test_one",
+            "Drop-when: test/test_one.py::Test::test_one",
             "Drop-when:",
             "malformed field: `Drop-when: `",
+        ),
+        (
+            "::Test::test_one",
+            "::Test.test_one",
+            "malformed field: `test/test_one.py::Test.test_one`",
+        ),
+        (
+            "Drop-when: test/test_one.py",
+            "Drop-when: test/o.py",
+            "unknown test: test/o.py::Test::test_one",
         ),
         ("Root cause: it was so.\n\n", "", "missing field: none"),
         ("Behaviour change:", "Changes:", "missing field: none"),

@@ -1,0 +1,106 @@
+"""The proof of the set: one table, contribution by check. A reviewer reads it first."""
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from integration import paths
+from integration.errors import UserError
+from integration.patchset.finding import Finding
+from integration.patchset.patch import Contribution
+from integration.proof import evidence
+from integration.proof.parity import Parity
+from integration.proof.stages import Stage
+from integration.proof.verdict import Verdict
+
+COLUMNS = (
+    "alone", "pristine fails", "with requirements", "every pair", "full set", "bitwise parity",
+    "evidence fresh",
+)  # fmt: skip
+BEGIN, END = "<!-- proof:begin -->", "<!-- proof:end -->"
+_FAILS = "FAILS"
+_NOT_DUE = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One contribution; a cell for each of ``COLUMNS``."""
+
+    name: str
+    sha256: str
+    cells: tuple[str, ...]
+
+    @property
+    def good(self) -> bool:
+        return _FAILS not in self.cells
+
+
+def rows(
+    contributions: Sequence[Contribution],
+    verdicts: Sequence[Verdict],
+    parities: Sequence[Parity],
+    findings: Sequence[Finding],
+    total: int,
+) -> list[Row]:
+    """Put the outcomes together.
+
+    Args:
+        findings: what `integration patches check` found wrong, anywhere.
+        total: number of contributions there are, for the count of pairs.
+    """
+    stages = {(v.suite.name, v.suite.stage): v for v in verdicts}
+    equal = {p.name: p for p in parities}
+    result = []
+    for c in contributions:
+
+        def tests(stage: Stage, name: str = c.name) -> str:
+            verdict = stages[name, stage]
+            count = verdict.outcome.failed if stage is Stage.PRISTINE else verdict.outcome.passed
+            return str(count) if verdict.good else _FAILS
+
+        wrong = [f for f in findings if c.name in f.patch.replace(",", " ").split()]
+        stale = [f for f in wrong if f.verdict == "stale evidence"]
+        kept = len(list((c.folder / "evidence").glob("*.json")))
+        alone = tests(Stage.ALONE)
+        parity = {True: "equal", False: _FAILS, None: _NOT_DUE}[equal[c.name].equal]
+        cells = (
+            _NOT_DUE if c.requires else alone,
+            tests(Stage.PRISTINE),
+            alone if c.requires else _NOT_DUE,
+            _FAILS if len(wrong) > len(stale) else str(total - 1),
+            tests(Stage.FULL),
+            parity,
+            _FAILS if stale else str(kept) if kept else _NOT_DUE,
+        )
+        result.append(Row(c.name, c.sha256, cells))
+    return result
+
+
+def legend(parities: Sequence[Parity]) -> str:
+    """Say what the numbers count, and why a parity was not due."""
+    words = (
+        "alone, with requirements, full set: tests that pass; pristine fails: tests that fail "
+        "without the patch; every pair: patches that it applies with, in both orders; evidence "
+        "fresh: files measured on this very patch"
+    )
+    reasons = [f"{p.name}: no parity: {p.words}" for p in parities if p.equal is None]
+    return ". ".join([words, *reasons]) + "."
+
+
+def write(table: Sequence[Row], parities: Sequence[Parity]) -> None:
+    """Put the table into README.md, with date, machine and the patches' hashes."""
+    file = paths.REPO / "README.md"
+    text = file.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise UserError(
+            f"expected the lines {BEGIN} and {END} in README.md, found none; the proof has no "
+            f"place there: add them where a reviewer looks first"
+        )
+    machine = ", ".join(f"{key} {value}" for key, value in evidence.machine().items())
+    lines = [f"| contribution | {' | '.join(COLUMNS)} | patch |", "|---" * (len(COLUMNS) + 2) + "|"]
+    lines += [f"| {r.name} | {' | '.join(r.cells)} | `{r.sha256[:8]}` |" for r in table]
+    told = f"`integration test --prove --full --record`, {datetime.date.today()}, {machine}."
+    body = "\n".join([*lines, "", f"{told} {legend(parities).capitalize()}"])
+    file.write_text(f"{before}{BEGIN}\n{body}\n{END}{after}", encoding="utf-8")

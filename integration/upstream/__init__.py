@@ -1,0 +1,1 @@
+"""Living with upstream: drift, rebase, drop, prepared pull requests, and upstream's own tests."""

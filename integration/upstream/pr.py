@@ -1,0 +1,47 @@
+"""Prepare a pull request, and stop there: a person reads, owns and submits it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from integration import paths
+from integration.patchset import overlay, repository
+from integration.patchset import pins as pins_module
+from integration.proof.suite import Outcome, run_pytest
+from integration.upstream import branch as branch_module
+from integration.upstream import text
+from integration.upstream.branch import Branch, Linted
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What is there to be read."""
+
+    branch: Branch
+    linted: tuple[Linted, ...]
+    text: Path
+
+
+def prepare(name: str, clone: Path, base: str | None = None, *, test: bool = True) -> Prepared:
+    """Make the branch in ``clone``, run its linters and the tests, and write ``pr.md``.
+
+    Args:
+        test: run the contribution's tests on the pin, without the patch and with it, for the
+            counts; else the text says that they are to be run.
+    """
+    (contribution,) = repository.find(repository.load(), [name])
+    branch = branch_module.make(clone, contribution.name, base)
+    linted = tuple(branch_module.lint(clone, branch))
+    outcomes: dict[str, Outcome] = {}
+    folder = paths.cache_dir() / "pr" / contribution.name
+    folder.mkdir(parents=True, exist_ok=True)
+    for stage, names in (("pristine", []), ("patched", [contribution.name])) if test else ():
+        outcomes[stage] = run_pytest(
+            [contribution.folder / file for file, _ in contribution.tests],
+            patched=overlay.build(names),
+            report=folder / f"{stage}.xml",
+            log=folder / f"{stage}.log",
+        )
+    pin = pins_module.load()[contribution.upstream]
+    file = folder / "pr.md"
+    file.write_text(text.write(contribution, pin, branch, linted, outcomes), encoding="utf-8")
+    return Prepared(branch, linted, file)

@@ -1,0 +1,252 @@
+"""Move the set to a newer pin: `integration patches rebase --onto`.
+
+The set lies as commits on the pin's sources in a scratch repository an upstream; git rebases them
+onto the newer sources, and stops where a person has to decide. ``patches/`` changes once, when
+every commit is there and has been exported.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from integration import paths
+from integration.errors import UserError
+from integration.patchset import checkout, exchange, git, repository, scratch
+from integration.patchset import pins as pins_module
+from integration.patchset.atomic import replace_all
+from integration.patchset.patch import Contribution, parse, pristine_paths, without_requirements
+from integration.patchset.pins import Pin
+from integration.upstream import history, index
+from integration.upstream.newer import Newer
+
+_ONTO = "onto"  # the tag of the newer sources
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """A patch that a person has to mend: in which checkout, and what git says."""
+
+    upstream: str
+    name: str
+    checkout: Path
+    files: tuple[str, ...]
+    complaint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The set stands on the newer pins."""
+
+    moved: tuple[tuple[Pin, Pin], ...]  # old, new
+    said: tuple[str, ...]  # one line a patch
+
+
+def folder() -> Path:
+    """Return where a rebase under way lies."""
+    return paths.cache_dir() / "rebase"
+
+
+def start(onto: Mapping[str, Newer], commits: Mapping[str, str]) -> Stopped | Done:
+    """Begin to move the pins of the upstreams in ``onto``.
+
+    Args:
+        commits: upstream to the commit of its newer version, where neither package nor tag tell.
+    """
+    if folder().exists():
+        raise UserError(
+            f"expected no rebase under way, found one in {folder()}; it would be lost: run "
+            f"`integration patches rebase --continue` or `--abort`"
+        )
+    pins = pins_module.load()
+    contributions = repository.load()
+    moved = {upstream: _pin_of(newer, commits.get(upstream)) for upstream, newer in onto.items()}
+    folder().parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="rebase-", dir=folder().parent) as temporary:
+        building = Path(temporary) / "rebase"
+        for upstream, newer in onto.items():
+            mine = [c for c in contributions if c.upstream == upstream]
+            _prepare(building / upstream, pins[upstream], mine, newer.sources())
+        state = {
+            "patches": {c.name: c.sha256 for c in contributions},
+            "onto": {u: [pin.version, pin.tag, pin.commit] for u, pin in moved.items()},
+        }
+        (building / "state.json").write_text(json.dumps(state, indent=2))
+        building.rename(folder())
+    return go_on()
+
+
+def go_on() -> Stopped | Done:
+    """Take up a rebase where it stopped, whether at a conflict or because it was killed."""
+    state = _state()
+    for upstream in state["onto"]:
+        here = folder() / upstream
+        if (here / ".git" / "rebase-merge").is_dir():
+            _refuse_unresolved(here)
+            done = git.attempt(["rebase", "--continue"], here)
+        elif git.attempt(["merge-base", "--is-ancestor", _ONTO, "HEAD"], here).code:
+            done = git.attempt(["rebase", "--onto", _ONTO, exchange.BASE, "main"], here)
+        else:
+            continue
+        if done.code:
+            return _stopped(upstream, here, done)
+    return _finish(state)
+
+
+def abort() -> None:
+    """Forget the rebase; the patches have not been touched."""
+    _state()
+    shutil.rmtree(folder())
+
+
+def _state() -> dict:
+    file = folder() / "state.json"
+    if not file.is_file():
+        raise UserError(
+            "expected a rebase under way, found none; there is nothing to continue or abort: "
+            "begin with `integration patches rebase --onto PACKAGE==VERSION`"
+        )
+    return json.loads(file.read_text())
+
+
+def _pin_of(newer: Newer, commit: str | None) -> Pin:
+    pin = newer.pin
+    if newer.url is None:
+        raise UserError(
+            f"expected a published version of {pin.package}, or a wheel, got the checkout "
+            f"{newer.shown}; a pin must be installable: see what is to come with `integration "
+            f"patches drift --against {pin.package}=={newer.shown}`"
+        )
+    tag = pin.tag.replace(pin.version, newer.shown)
+    version_file = f"{pin.package}/version.py"
+    told = newer.read([version_file]).get(version_file, b"").decode("utf-8", "replace")
+    match = re.search(r"^git_version\s*=\s*['\"]([0-9a-f]{40})", told, re.MULTILINE)
+    commit = commit or (match[1] if match else index.commit_of(pin.repository, tag))
+    if not commit:
+        raise UserError(
+            f"expected the commit of {pin.package} {newer.shown} in its version.py or as tag {tag} "
+            f"of {pin.repository}, found neither; the pin would not say what it is: give it with "
+            f"--commit {pin.package}==SHA"
+        )
+    return replace(pin, version=newer.shown, tag=tag, commit=commit, files={})
+
+
+def _prepare(
+    here: Path, pin: Pin, contributions: Sequence[Contribution], newer: scratch.Files
+) -> None:
+    """Make a repository of the pin's sources, the set on them, and the newer sources beside."""
+    here.mkdir(parents=True)
+    pins_module.refuse_changed(pin, pin.site(), pin.files)
+    exchange.create(here, checkout.sources(pin))
+    complaint = exchange.commit_all(here, exchange.mailbox(contributions, marked=True))
+    if complaint:
+        raise UserError(
+            f"expected the patches of {pin.upstream} to apply on {pin.package} {pin.version}, "
+            f"found: {complaint.splitlines()[0]}; nothing was changed: run `integration patches "
+            f"check`"
+        )
+    with scratch.folder_with(newer) as files, TemporaryDirectory() as temporary:
+        env = {"GIT_INDEX_FILE": f"{temporary}/index", "GIT_WORK_TREE": str(files)}
+        env["GIT_DIR"] = str((here / ".git").resolve())
+        git.run(["add", "--all", "--force", "."], files, env=env)
+        tree = git.run(["write-tree"], files, env=env).text
+    arguments = ["commit-tree", tree, "-p", exchange.BASE, "-m", "The newer sources"]
+    git.run(["tag", _ONTO, git.run(arguments, here).text], here)
+    git.run(["config", "user.name", git.NAME], here)
+    git.run(["config", "user.email", git.EMAIL], here)
+    (here / ".git" / "info" / "exclude").write_text("__pycache__/\n")
+
+
+def _refuse_unresolved(here: Path) -> None:
+    """Refuse what git would commit as it stands: conflicts, markers, or leave out: edits."""
+    unmerged = git.run(["diff", "--name-only", "--diff-filter=U"], here).text.splitlines()
+    marked = git.attempt(["diff", "--check", "--cached", "HEAD"], here).text.splitlines()
+    marked = [s.partition(": ")[0] for s in marked if "leftover conflict marker" in s]
+    unstaged = git.run(["diff", "--name-only"], here).text.splitlines()
+    for places, what in (
+        (unmerged, "in conflict"),
+        (unstaged, "edited and not added"),
+        (marked, "with a conflict marker"),
+    ):
+        if places:
+            raise UserError(
+                f"expected every conflict resolved in {here}, found {places[0]} {what}; nothing "
+                f"was continued: edit it, `git -C {here} add -A`, and repeat"
+            )
+
+
+def _stopped(upstream: str, here: Path, done: git.Result) -> Stopped:
+    message = git.attempt(["log", "-1", "--format=%B", "REBASE_HEAD"], here)
+    name = re.findall(rf"^{exchange.MARK}: (.*)$", message.text, re.MULTILINE)
+    files = git.run(["diff", "--name-only", "--diff-filter=U"], here).text.splitlines()
+    conflicts = [s for s in f"{done.text}\n{done.err}".splitlines() if s.startswith("CONFLICT")]
+    complaint = "\n".join(conflicts) or done.err or done.text
+    return Stopped(upstream, name[-1] if name else "?", here, tuple(files), complaint)
+
+
+def _finish(state: dict) -> Done:
+    root = paths.REPO
+    stored = repository.load()
+    if {c.name: c.sha256 for c in stored} != state["patches"]:
+        raise UserError(
+            "expected the patches that the rebase began with, found others in patches/; they would "
+            "be overwritten: `integration patches rebase --abort`, and begin again"
+        )
+    pins = pins_module.load()
+    onto = state["onto"]
+    gone = _emptied(onto, stored)
+    new: dict[str, bytes | None] = {}
+    said: list[str] = []
+    hashes: dict[str, dict[str, str]] = {}
+    for upstream in onto:
+        here = folder() / upstream
+        if gone:
+            exchange.forget(here, gone)
+        mine = [commit.name for commit in exchange.commits(here)]
+        elsewhere = sorted({c.name for c in stored} - set(mine) - set(gone))
+        place = root / "patches" / upstream
+        exported = [
+            parse(item.name, upstream, place / f"{item.name}.patch", item.data)
+            for item in exchange.export(here, elsewhere=elsewhere)
+        ]
+        hashes[upstream] = {
+            path: pins_module.sha256(git.run(["show", f"{exchange.BASE}:{path}"], here).out)
+            for path in sorted(pristine_paths(exported))
+        }
+        said += checkout.changes(upstream, stored, exported, new)
+        new[f"{upstream}/series"] = checkout.series_text(
+            place / "series", [c.name for c in exported]
+        )
+    for c in stored:
+        if c.upstream not in onto and set(c.requires) & set(gone):
+            head, diff, rest = c.data.decode().partition("\ndiff --git ")
+            new[f"{c.upstream}/{c.name}.patch"] = (
+                without_requirements(head, gone) + diff + rest
+            ).encode()
+            said.append(f"{c.upstream}/{c.name}: changed, no longer requires what upstream has")
+    moved = tuple(
+        (pins[u], replace(pins[u], version=version, tag=tag, commit=commit))
+        for u, (version, tag, commit) in onto.items()
+    )
+    new["pins.toml"] = pins_module.with_files(hashes, moved=[pin for _, pin in moved]).encode()
+    at = {pin.upstream: f"{pin.package} {pin.version}" for _, pin in moved}
+    going = [c for c in stored if c.name in gone]
+    why = {c.name: f"Nothing of it was left on {at[c.upstream]}: upstream has it" for c in going}
+    below = {f"patches/{path}": data for path, data in new.items()}
+    replace_all(root, {**below, **history.retire(going, why)})
+    shutil.rmtree(folder())
+    return Done(moved, tuple(said))
+
+
+def _emptied(onto: Mapping[str, object], stored: Sequence[Contribution]) -> list[str]:
+    """Move the base tags; return the patches that no commit is left of."""
+    left: set[str] = set()
+    for upstream in onto:
+        here = folder() / upstream
+        checkout.refuse_unfinished(here)
+        git.run(["tag", "--force", exchange.BASE, _ONTO], here)
+        left |= {commit.name for commit in exchange.commits(here)}
+    return [c.name for c in stored if c.upstream in onto and c.name not in left]
