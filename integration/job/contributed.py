@@ -12,6 +12,7 @@ from typing import Any
 from torchtitan.components.optimizer import OptimizersContainer, default_adamw
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.tools.utils import device_type
 
 
 def options(config: type, **values: Any) -> dict[str, Any]:
@@ -28,7 +29,11 @@ def muon(spec: ModelSpec, *, lr: float) -> OptimizersContainer.Config:
     muon_adamw = _find("torchtitan.components.optimizer", "muon_adamw")
     if muon_adamw is None:
         return default_adamw(lr=lr)
-    return muon_adamw(spec, lr=lr, exclude=("router", "embedding", "head"))
+    config = muon_adamw(spec, lr=lr, exclude=("router", "embedding", "head"))
+    if device_type == "cuda" and find_spec("torchtitan.distributed.flex_shard.newton_schulz"):
+        # Half the time of the plain iteration on a Hopper GPU (``flex_shard_newton_schulz``).
+        config.optimizer_factory_kwargs_by_name["Muon"]["newton_schulz"] = "gram"
+    return config
 
 
 def offloaded_full_ac() -> FullAC.Config:
