@@ -69,7 +69,8 @@ MINI = replace(
     sequences=4,
     seq_len=256,
     loss_chunks=2,
-    lr=2e-3,
+    # Of 1e-3, 2e-3 and 4e-3: mean loss of the last ten steps 5.98, 5.49 and 5.14.
+    lr=4e-3,
     cpu_offload=False,
     cluster="h200",
     steps=60,
@@ -82,6 +83,8 @@ MINI_ADAMW = replace(
     name="mini_adamw",
     about="mini with AdamW for all parameters: what bitwise parity compares",
     optimizer="adamw",
+    # Of 2e-3 and 4e-3: 5.92 and 6.19.
+    lr=2e-3,
 )
 
 # One layer as in jupiter_1t; how many, and of how many experts, is the user's.

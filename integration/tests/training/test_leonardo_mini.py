@@ -9,11 +9,11 @@ pytestmark = pytest.mark.timeout(600)
 
 def test_leonardo_mini_learns_on_eight_ranks(trainer):
     """TP 2 x PP 2 x EP 4: the experts' ranks come from FSDP and TP."""
-    training = trainer.start("leonardo_mini", "--", "--training.steps", "5")
+    training = trainer.start("leonardo_mini", "--", "--training.steps", "3")
     assert training.wait(540) == 0, training.output  # eight ranks on two cores
     values = losses(training)
-    assert list(values) == [1, 2, 3, 4, 5]
-    assert values[5] < values[1] - 0.05
+    assert list(values) == [1, 2, 3]
+    assert values[3] < values[2] < values[1]
     # Rank 0 is in the first stage and knows no loss; shown is a rank of the last one.
-    assert f"step:  5  loss:  {values[5]:.5f}" in training.output
+    assert f"step:  3  loss:  {values[3]:.5f}" in training.output
     assert "pp=2, dp_replicate=1, dp_shard=2, cp=1, tp=2, ep=4" in training.output
