@@ -16,7 +16,7 @@ from integration.job.run import Run
 from integration.paths import REPO
 
 # A start takes 15 s on two free cores, and several suites may share them.
-PATIENCE = 240
+PATIENCE = 500
 
 
 @dataclass

@@ -56,11 +56,11 @@ def test_a_dead_rank_ends_the_others_without_a_checkpoint(trainer):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of its own that holds one checkpoint of mini (115 MiB) and not two."""
+    """A file system of its own that holds one checkpoint of mini (86 MiB) and not two."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=180m", "tmpfs", str(folder)], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", "size=130m", "tmpfs", str(folder)], capture_output=True
     )
     if mount.returncode:
         pytest.skip(f"cannot mount a tmpfs here: {mount.stderr.decode().strip()}")
