@@ -413,6 +413,7 @@ class TestNoCheckIsDropped(unittest.TestCase):
         first, second = VALID["storage_to_compute_routes"]
         storage, compute = VALID["storage_partitions"], VALID["compute_partitions"]
         region, endpoint = _TensorRegion, _RouteEndpoint
+        whole = dataclasses.replace(compute[1], participant=0)
         cases = {
             "participants must be unique": {"participants": (0, 0)},
             "storage partitions must follow": {"storage_partitions": storage[::-1]},
@@ -463,6 +464,21 @@ class TestNoCheckIsDropped(unittest.TestCase):
             "compute destination 0 regions do not cover": with_route(
                 0, destination=endpoint(region((0, 0), (2, 2)), (0,))
             ),
+            # A replica that no route knows.
+            "storage source 1 regions do not cover": {
+                "storage_partitions": (
+                    whole,
+                    dataclasses.replace(whole, participant=1),
+                ),
+                "storage_to_compute_routes": (
+                    dataclasses.replace(
+                        first,
+                        logical_region=compute[1].logical_regions[0],
+                        source=endpoint(region((0, 0), (3, 2)), (0,)),
+                        destination=endpoint(region((0, 0), (3, 2)), (1,)),
+                    ),
+                ),
+            },
             # The last row lands on the first.
             "overlapping logical": with_route(
                 1, destination=endpoint(region((0, 0), (1, 2)), (1,))
