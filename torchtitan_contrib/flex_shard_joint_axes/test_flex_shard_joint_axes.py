@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings, strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
@@ -394,6 +394,10 @@ class TestJointAxesPlan(unittest.TestCase):
         dp = Shard(0)
         if tp == Shard(0) and sizes[2] > 1:
             dp = _StridedShard(0, split_factor=sizes[2])
+        if type(dp) is _StridedShard:
+            for at in itertools.product(range(sizes[1]), range(sizes[2])):
+                case = (shape[0], (dp, tp), sizes[1:], at)
+                assume(_stored_runs(*case) == _fsdp_stored_runs(*case))
         axes = [n for n, size in zip(names, sizes) if n != "dp_replicate" and size > 1]
 
         def one_rank_computes_the_whole(whole, stored, computed):
@@ -537,6 +541,16 @@ class TestJointAxesPlan(unittest.TestCase):
             r"rank at \(2, 0\) has the index ranges \[\(6, 7\), \(11, 12\)\] by.*"
             r"\[\(6, 7\)\] as FSDP2 stores them; .* divisible by 6",
             (13, 4),
+            (3, 2),
+            dp_tp,
+            (_StridedShard(0, split_factor=2), Shard(0)),
+            dict.fromkeys(dp_tp, Owned()),
+        )
+        # 7 rows: tp cuts 4 + 3, and FSDP2 gives the last of 3 ranks 0 + 1 rows, of
+        # which the placements give tp's first rank the one.
+        self._refused(
+            r"index ranges \[\(6, 7\)\] by the placements .*\[\(4, 4\)\] as FSDP2",
+            (7, 4),
             (3, 2),
             dp_tp,
             (_StridedShard(0, split_factor=2), Shard(0)),
