@@ -94,6 +94,9 @@ def environment(
         "OMP_NUM_THREADS": str(max(1, cores() // ranks)),
         "TOKENIZERS_PARALLELISM": "false",
         **os.environ,
+        # Not those of a run that started this one.
+        LAYERS_VARIABLE: "",
+        EXPERTS_VARIABLE: "",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         **{
             name: value
@@ -122,8 +125,8 @@ def rank_variables(
         ("HF_DATASETS_CACHE", str(cache_dir() / "hf"), "what --data is converted to, once"),
         (VOCAB_VARIABLE, str(vocab), "the model's vocabulary is the tokenizer's"),
         (TOKENIZER_VARIABLE, tokenizer, "the tokenizer's folder"),
-        (LAYERS_VARIABLE, str(layers or ""), "layers of a cut model; empty: the config's"),
-        (EXPERTS_VARIABLE, str(experts or ""), "experts of a cut model; empty: the config's"),
+        *([(LAYERS_VARIABLE, str(layers), "of the cut model")] if layers else []),
+        *([(EXPERTS_VARIABLE, str(experts), "of the cut model")] if experts else []),
     ]
 
 
