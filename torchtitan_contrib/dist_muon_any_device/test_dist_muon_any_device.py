@@ -88,6 +88,13 @@ class TestDistMuonOnCPU(MultiProcContinuousTest):
     world_size = 2
 
     @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        # A fork would inherit an OpenMP pool without its threads, and hang, where
+        # tests before this one have used the pool.
+        torch.multiprocessing.set_start_method("spawn", force=True)
+
+    @classmethod
     def backend_str(cls):
         return "gloo"
 

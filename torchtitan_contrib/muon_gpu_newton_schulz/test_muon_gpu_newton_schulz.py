@@ -107,7 +107,16 @@ def tensors_of(params, optimizer):
     ]
 
 
-class TestOnCPU(MultiProcContinuousTest):
+class SpawnedTest(MultiProcContinuousTest):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        # A fork would inherit an OpenMP pool without its threads, and hang, where
+        # tests before this one have used the pool.
+        torch.multiprocessing.set_start_method("spawn", force=True)
+
+
+class TestOnCPU(SpawnedTest):
     world_size = 2
 
     @classmethod
@@ -276,7 +285,7 @@ class TestOnCPU(MultiProcContinuousTest):
             self.assertLess(values.max(), 1.25)
 
 
-class TestReplicas(MultiProcContinuousTest):
+class TestReplicas(SpawnedTest):
     world_size = 4
 
     @classmethod
@@ -341,7 +350,7 @@ class Layer(nn.Module):
 
 
 @unittest.skipUnless(torch.cuda.device_count() >= 2, "requires two CUDA devices")
-class TestOnCUDA(MultiProcContinuousTest):
+class TestOnCUDA(SpawnedTest):
     world_size = 2
 
     @classmethod
