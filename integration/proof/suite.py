@@ -12,7 +12,7 @@ from integration.patchset.overlay import Overlay
 from integration.paths import REPO
 
 # Longest time for one contribution's tests in one stage, in seconds.
-SUITE_SECONDS = 1200
+SUITE_SECONDS = 2400
 
 
 @dataclass(frozen=True, slots=True)
