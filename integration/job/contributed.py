@@ -41,12 +41,11 @@ def offloaded_full_ac() -> FullAC.Config:
 
     Without that contribution, they stay on the device.
     """
-    for module in ("activation_offload", "activation_checkpoint"):
-        policy = _find(f"torchtitan.distributed.{module}", "FullACOffload")
-        if policy is not None:
-            # No lower bound: what the policy picks is block inputs, small ones in `mini`.
-            return policy.Config(min_bytes=0)
-    return FullAC.Config()
+    policy = _find("torchtitan.distributed.activation_offload", "FullACOffload")
+    if policy is None:
+        return FullAC.Config()
+    # No lower bound: what the policy picks is block inputs, small ones in `mini`.
+    return policy.Config(min_bytes=0)
 
 
 def _find(module: str, name: str) -> Any:

@@ -134,7 +134,7 @@ class TestOnCPU(SpawnedTest):
     def _mesh(self):
         return init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
 
-    def _train(self, steps=4, *, accumulate=1, reload_after=None, **kwargs):
+    def _train(self, steps=4, *, reload_after=None, **kwargs):
         mesh = self._mesh()
         params, optimizer = build(mesh, whole_tensors(0), **kwargs)
         for step in range(steps):
