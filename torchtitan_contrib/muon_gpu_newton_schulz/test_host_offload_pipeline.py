@@ -233,11 +233,22 @@ class TestHostPasses(unittest.TestCase):
         compiled = compile_host_passes(torch.float32)
         if compiled is None:
             self.skipTest("torch.compile has no C++ compiler here")
-        weight = torch.ones(_host_passes._COMPILED_FOR + 2000)
-        direction = weight.bfloat16()
-        torch._dynamo.reset()  # compile once more, and look at the kernel
+        # What was compiled serves a step: no size, and no mode, compiles again.
+        with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+            weight = torch.ones(1 << 16)
+            compiled.apply_direction(
+                weight, weight.bfloat16(), decay=1.0, step_size=0.5
+            )
+        self.assertEqual(weight.unique().item(), 0.5)
+        # Parallel, though two elements are not worth it: kernels outlive the tensors
+        # that they were compiled for, also on disk.
+        torch._dynamo.reset()
         _, code = run_and_get_cpp_code(
-            compiled.apply_direction, weight, direction, decay=1.0, step_size=0.5
+            compiled.apply_direction,
+            torch.ones(2),
+            torch.ones(2, dtype=torch.bfloat16),
+            decay=1.0,
+            step_size=0.5,
         )
         self.assertIn("omp parallel", code)
         generator = torch.Generator().manual_seed(0)
