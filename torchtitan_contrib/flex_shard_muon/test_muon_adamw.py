@@ -80,6 +80,15 @@ def muon_names(model_spec: ModelSpec, **kwargs) -> list[str]:
 class TestMuonAdamW(TestCase):
     maxDiff = None
 
+    def test_table_with_arguments_of_the_optimizer(self):
+        # Such as another Newton-Schulz method: they do not change what is updated.
+        config = muon_adamw(spec("llama3"), lr=1e-3)
+        config.optimizer_factory_kwargs_by_name["Muon"]["newton_schulz"] = "gram"
+        self.assertEqual(
+            format_param_groups(config, whole_model(spec("llama3"))),
+            table(spec("llama3")),
+        )
+
     def test_tables(self):
         self.assertExpectedInline(
             table(spec("llama3")),

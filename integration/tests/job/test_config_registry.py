@@ -5,7 +5,7 @@ import torch
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from integration.errors import UserError
-from integration.job import catalog, config_registry, trainer_config
+from integration.job import catalog, config_registry, contributed, trainer_config
 from integration.job.moe import model_spec
 
 BILLION = 1e9
@@ -53,6 +53,18 @@ def test_the_slice_is_cut_by_the_launcher(monkeypatch):
     assert config.model_spec is not None
     assert len(config.model_spec.model.layers) == 2  # pyrefly: ignore[missing-attribute]
     assert config.parallelism.expert_parallel_degree == 2
+
+
+def test_the_muon_of_a_gpu_fits_the_table_of_parameters(monkeypatch):
+    # Printed at every start. On a GPU Muon has one argument more: the Gram iteration.
+    from torchtitan.components.optimizer.param_groups import format_param_groups
+
+    monkeypatch.setattr(contributed, "device_type", "cuda")
+    spec = model_spec("mini", catalog.MINI.shape)
+    config = contributed.muon(spec, lr=1e-3)
+    assert config.optimizer_factory_kwargs_by_name["Muon"]["newton_schulz"] == "gram"
+    with torch.device("meta"):
+        assert "experts.w1_EFD" in format_param_groups(config, spec.model.build())
 
 
 def test_leonardo_checkpoints_selectively():
