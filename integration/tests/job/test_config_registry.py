@@ -1,5 +1,7 @@
 """The jobs as TorchTitan's configs, down to the model on the meta device."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
@@ -57,14 +59,13 @@ def test_the_slice_is_cut_by_the_launcher(monkeypatch):
 
 def test_the_muon_of_a_gpu_fits_the_table_of_parameters(monkeypatch):
     # Printed at every start. On a GPU Muon has one argument more: the Gram iteration.
-    from torchtitan.components.optimizer.param_groups import format_param_groups
-
+    table = import_module("torchtitan.components.optimizer.param_groups")
     monkeypatch.setattr(contributed, "device_type", "cuda")
     spec = model_spec("mini", catalog.MINI.shape)
     config = contributed.muon(spec, lr=1e-3)
     assert config.optimizer_factory_kwargs_by_name["Muon"]["newton_schulz"] == "gram"
     with torch.device("meta"):
-        assert "experts.w1_EFD" in format_param_groups(config, spec.model.build())
+        assert "experts.w1_EFD" in table.format_param_groups(config, spec.model.build())
 
 
 def test_leonardo_checkpoints_selectively():
