@@ -13,6 +13,7 @@ import typer
 from integration.errors import UserError
 from integration.job.cli import train
 from integration.job.slurm.cli import launch
+from integration.ladder.cli import ladder
 from integration.patchset.cli import env, patches
 from integration.plan.cli import plan
 from integration.proof.cli import test
@@ -29,6 +30,7 @@ app.command(name="train")(train)
 app.command(name="plan")(plan)
 app.command(name="launch")(launch)
 app.command(name="test")(test)
+app.command(name="ladder")(ladder)
 app.command(name="env")(env)
 for verb in (drift, rebase, drop, pr):
     patches.command()(verb)

@@ -26,7 +26,7 @@ def muon(spec: ModelSpec, *, lr: float) -> OptimizersContainer.Config:
 
     Without that contribution, AdamW for all.
     """
-    muon_adamw = _find("torchtitan.components.optimizer", "muon_adamw")
+    muon_adamw = find("torchtitan.components.optimizer", "muon_adamw")
     if muon_adamw is None:
         return default_adamw(lr=lr)
     config = muon_adamw(spec, lr=lr, exclude=("router", "embedding", "head"))
@@ -41,13 +41,13 @@ def offloaded_full_ac() -> FullAC.Config:
 
     Without that contribution, they stay on the device.
     """
-    policy = _find("torchtitan.distributed.activation_offload", "FullACOffload")
+    policy = find("torchtitan.distributed.activation_offload", "FullACOffload")
     if policy is None:
         return FullAC.Config()
     # No lower bound: what the policy picks is block inputs, small ones in `mini`.
     return policy.Config(min_bytes=0)
 
 
-def _find(module: str, name: str) -> Any:
+def find(module: str, name: str) -> Any:
     """Return ``module.name``, or None where the set does not have it."""
     return getattr(import_module(module), name, None) if find_spec(module) else None

@@ -35,6 +35,7 @@ from integration.paths import REPO, cache_dir
 # kills them after that. Below a minute, so that survivors of a dead peer do not linger.
 SHUTDOWN_SECONDS = 45
 AGENT_LOG = "torchrun.log"
+JOB_MODULE = "integration.job"
 FULL_DISK_BYTES = 2**20
 # Ctrl-C, and what schedulers send.
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -59,19 +60,31 @@ class Ended:
     asked_by: signal.Signals | None
 
 
-def command(run: Run, job: Job, *, ranks: int, port: int, color: bool) -> list[str]:
-    """Return the torchrun command line. The user's TorchTitan options come last, so they win."""
+def command(
+    run: Run,
+    job: Job,
+    *,
+    ranks: int,
+    port: int,
+    color: bool,
+    module: str = JOB_MODULE,
+    shutdown_seconds: int = SHUTDOWN_SECONDS,
+) -> list[str]:
+    """Return the torchrun command line. The user's TorchTitan options come last, so they win.
+
+    ``module`` is where TorchTitan finds the config.
+    """
     line = [sys.executable, "-m", "torch.distributed.run"]
     line += [f"--nproc-per-node={ranks}", "--max-restarts=0"]
     line += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=run"]
-    line += ["--local-addr=127.0.0.1", f"--shutdown-timeout={SHUTDOWN_SECONDS}"]
+    line += ["--local-addr=127.0.0.1", f"--shutdown-timeout={shutdown_seconds}"]
     line += [f"--log-dir={run.folder / 'logs'}", "--redirects=3"]
-    return [*line, *trainer_arguments(run, job, color=color)]
+    return [*line, *trainer_arguments(run, job, color=color, module=module)]
 
 
-def trainer_arguments(run: Run, job: Job, *, color: bool) -> list[str]:
+def trainer_arguments(run: Run, job: Job, *, color: bool, module: str = JOB_MODULE) -> list[str]:
     """Return what follows torchrun's own options: TorchTitan's trainer and its arguments."""
-    line = ["-m", "torchtitan.train", "--module=integration.job", f"--config={job.config}"]
+    line = ["-m", "torchtitan.train", f"--module={module}", f"--config={job.config}"]
     line += [f"--dump_folder={run.folder}", f"--hf_assets_path={job.tokenizer}"]
     line += [f"--dataloader.dataset_path={job.data}"]
     if not color:

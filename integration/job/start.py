@@ -41,7 +41,7 @@ def train(request: Request) -> None:
     gpus = machine.gpu_count()
     if gpus:
         machine.require_compiler()
-    ranks = _ranks(asked, request.ranks, gpus)
+    ranks = choose_ranks(asked, request.ranks, gpus)
     # TorchTitan's options may ask for another layout, which TorchTitan judges.
     if not any(option.startswith("--parallelism.") for option in request.options):
         asked.on(ranks).check()
@@ -95,7 +95,7 @@ def train(request: Request) -> None:
 CPU_RANKS = 8
 
 
-def _ranks(job: JobSpec, asked: int | None, gpus: int) -> int:
+def choose_ranks(job: JobSpec, asked: int | None, gpus: int) -> int:
     """Return how many ranks to start: one a GPU, or on a CPU what the job needs, else 2.
 
     Raises:

@@ -105,7 +105,7 @@ class JobTrainer(Trainer):
 
     def _record_end(self) -> None:
         """Write the last step, whether it was a stop, and each rank's peak host memory in bytes."""
-        peak = _peak_resident_set()
+        peak = peak_resident_set()
         peaks = [peak] * dist.get_world_size()
         if self._control is not None:
             dist.all_gather_object(peaks, peak, group=self._control)
@@ -117,7 +117,7 @@ class JobTrainer(Trainer):
             os.replace(beside, path)
 
 
-def _peak_resident_set() -> int:
+def peak_resident_set() -> int:
     """Return this process's peak resident set in bytes.
 
     Not ``getrusage``, whose peak survives ``exec``: a rank would report its launcher's.

@@ -20,7 +20,7 @@ from integration.job.run import Job
     ],
 )
 def test_ranks(name, asked, gpus, ranks):
-    assert start._ranks(catalog.find(name), asked, gpus) == ranks
+    assert start.choose_ranks(catalog.find(name), asked, gpus) == ranks
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_ranks(name, asked, gpus, ranks):
 )
 def test_more_ranks_than_gpus(name, asked, gpus, words):
     with pytest.raises(UserError) as refused:
-        start._ranks(catalog.find(name), asked, gpus)
+        start.choose_ranks(catalog.find(name), asked, gpus)
     assert words in str(refused.value)
 
 

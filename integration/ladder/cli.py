@@ -1,0 +1,70 @@
+"""``integration ladder``: what each contribution is worth inside the set."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from integration.ladder.rungs import Only
+
+
+def ladder(
+    config: Annotated[str, typer.Argument(help="A config of integration/job.")] = "mini",
+    only: Annotated[
+        Only, typer.Option(help="Add one by one, leave out one of the full set, or both.")
+    ] = Only.ALL,
+    names: Annotated[
+        str | None, typer.Option(help="Only these contributions, with commas between.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps a run.")] = 4,
+    warmup: Annotated[int, typer.Option(min=1, help="Steps before them.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs a rung: up the ladder, down, up, …")] = 1,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds after which a rung is taken for hanging.")
+    ] = 180,
+    stop_after: Annotated[
+        float | None, typer.Option(help="Minutes after which no further rung is started.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Processes. Default: one a GPU, or 2 on a CPU.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the config slice.")] = None,
+    experts: Annotated[
+        int | None, typer.Option(min=1, help="Experts a layer of the config slice.")
+    ] = None,
+    record: Annotated[
+        bool, typer.Option("--record", help="Keep the result in integration/evidence.")
+    ] = False,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Go on with this ladder's JSON file.")
+    ] = None,
+) -> None:
+    """Train CONFIG from pristine to the full set, contribution by contribution, and compare.
+
+    What follows `--` goes to TorchTitan.
+    """
+    import sys
+
+    from integration.cli import TITAN_OPTIONS
+    from integration.ladder import run
+    from integration.ladder.rungs import require_names
+
+    asked = run.Request(
+        config=config,
+        only=only,
+        names=require_names([names]) if names else (),
+        steps=steps,
+        warmup=warmup,
+        rounds=rounds,
+        timeout=timeout,
+        stop_after=stop_after,
+        ranks=ranks,
+        layers=layers,
+        experts=experts,
+        record=record,
+        resume=resume,
+        options=tuple(TITAN_OPTIONS),
+        command=" ".join(["integration", *sys.argv[1:]]),
+    )
+    if not run.run(asked):
+        raise typer.Exit(1)

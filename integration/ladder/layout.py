@@ -1,0 +1,4 @@
+"""Files that the ranks leave in a run's folder for the ladder. No torch."""
+
+RESULT_FILE = "measured.json"
+TRACE_FILE = "trace-{rank}.json"

@@ -1,0 +1,181 @@
+"""Run one rung: torchrun on its overlay until the ranks have written what they measured. No torch.
+
+A rung ends when its figures are there, not when the ranks have said farewell (TorchTitan sleeps two
+seconds for that): they are killed, as is one that hangs.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from integration.job import launch, machine
+from integration.job.failure import diagnose, rank_folder
+from integration.job.run import Job, Run
+from integration.ladder.layout import RESULT_FILE
+from integration.patchset import overlay
+from integration.paths import cache_dir
+
+# A killed process's memory, the GPU's above all, is free once the process is gone.
+GONE_SECONDS = 30
+# There is no checkpoint to write: survivors of a dead rank need not wait for one.
+SHUTDOWN_SECONDS = 3
+# What a hung rank has to write its stack.
+STACK_SECONDS = 1.0
+MODULE = "integration.ladder"
+FRAME = re.compile(r'File "[^"]*", line \d+ in (\S+)')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """What all rungs have in common. A rung gets ``timeout`` seconds."""
+
+    job: Job
+    ranks: int
+    vocab: int
+    timeout: float
+
+
+class RungFailedError(Exception):
+    """A rung that cannot run; the message is its row's reason."""
+
+
+def measure(session: Session, names: Sequence[str], folder: Path) -> dict:
+    """Train on the set ``names``; return what the ranks measured, as in ``probe.py``.
+
+    Args:
+        folder: for the ranks' logs, made here; it stays only where the rung failed.
+
+    Raises:
+        RungFailedError: no figures, with the reason in one sentence.
+    """
+    patched = overlay.build(names)
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "logs").mkdir(parents=True)
+    run = Run(folder)
+    line = launch.command(
+        run,
+        session.job,
+        ranks=session.ranks,
+        port=machine.free_port(None),
+        color=False,
+        module=MODULE,
+        shutdown_seconds=SHUTDOWN_SECONDS,
+    )
+    env = launch.environment(
+        patched,
+        ranks=session.ranks,
+        vocab=session.vocab,
+        tokenizer=session.job.tokenizer,
+        layers=session.job.layers,
+        experts=session.job.experts,
+    )
+    # What one rung has compiled, the next one finds.
+    env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
+    started = time.time()
+    result = _run(line, env, folder, session.timeout)
+    result["start_s"] = result.pop("first_step_at") - started
+    shutil.rmtree(folder, ignore_errors=True)
+    return result
+
+
+def _run(line: Sequence[str], env: dict[str, str], folder: Path, timeout: float) -> dict:
+    logs, result = folder / "logs", folder / RESULT_FILE
+    with open(logs / launch.AGENT_LOG, "w") as agent_log:
+        torchrun = subprocess.Popen(
+            line,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=agent_log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    end = time.monotonic() + timeout
+    try:
+        while not result.exists():
+            ended = torchrun.poll() is not None
+            if ended and not result.exists():
+                output = (logs / launch.AGENT_LOG).read_text(errors="replace")
+                raise RungFailedError(_reason(diagnose(logs, output).sentence))
+            if time.monotonic() > end:
+                raise RungFailedError(_hang(torchrun, logs, timeout))
+            time.sleep(0.05)
+    finally:
+        _kill(torchrun)
+    return json.loads(result.read_text())
+
+
+def _reason(sentence: str) -> str:
+    return f"out of memory: {sentence}" if "OutOfMemoryError" in sentence else sentence
+
+
+def _hang(torchrun: subprocess.Popen, logs: Path, timeout: float) -> str:
+    """Say where rank 0 is, by its own stack."""
+    for pid in filter(_is_rank, _descendants(torchrun.pid)):
+        os.kill(pid, signal.SIGUSR2)
+    time.sleep(STACK_SECONDS)
+    log = (rank_folder(logs, 0) or logs) / "stderr.log"
+    text = log.read_text(errors="replace") if log.exists() else ""
+    stack = text.rpartition("(most recent call first):")[2]
+    where = list(dict.fromkeys(FRAME.findall(stack)))[:4]
+    at = f", rank 0 in {' < '.join(where)}" if where else ""
+    return f"killed after {timeout:g} s without an end{at}"
+
+
+def _is_rank(pid: int) -> bool:
+    """A rank has a handler for SIGUSR2 once its trainer is made; another process would die."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = re.search(r"^SigCgt:\s*(\w+)", status, re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGUSR2 - 1) & 1)
+
+
+def _kill(torchrun: subprocess.Popen) -> None:
+    """Kill torchrun and all below it, and wait until they are gone.
+
+    Torchrun first: it would take the end of a rank for a failure. Ranks have sessions of their own,
+    so a signal to torchrun's group would not reach them.
+    """
+    below = _descendants(torchrun.pid)
+    for pid in (torchrun.pid, *below):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    torchrun.wait()
+    end = time.monotonic() + GONE_SECONDS
+    while any(_alive(pid) for pid in below) and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def _descendants(pid: int) -> list[int]:
+    """Return the processes below ``pid``, whatever their sessions."""
+    below: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        if (fields := _stat(int(folder.name))) is not None:
+            below.setdefault(int(fields[1]), []).append(int(folder.name))
+    found = [pid]
+    for each in found:  # grows on the way
+        found += below.get(each, [])
+    return found[1:]
+
+
+def _alive(pid: int) -> bool:
+    fields = _stat(pid)
+    return fields is not None and fields[0] != "Z"
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Return state, parent and so on of a process; None where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None

@@ -1,0 +1,218 @@
+"""``integration ladder``: climb it, in rounds, save after each rung, print the table. No torch."""
+
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import date, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+from rich.console import Console
+
+from integration.errors import UserError
+from integration.job import catalog, machine
+from integration.job import data as job_data
+from integration.job.run import Job
+from integration.job.start import choose_ranks
+from integration.ladder import numbers, rungs, table
+from integration.ladder.measure import RungFailedError, Session, measure
+from integration.ladder.order import Place
+from integration.ladder.result import Ladder
+from integration.ladder.rungs import Only, Rung
+from integration.patchset import repository
+from integration.paths import REPO, outputs_dir
+from integration.proof import evidence
+
+EVIDENCE = REPO / "integration" / "evidence"
+# What the ladder itself decides, and by which option of its own.
+OURS = {"--training.steps": "--steps", "--checkpoint.enable": "nothing: a ladder saves no weights"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One call of ``integration ladder``."""
+
+    config: str
+    only: Only
+    names: tuple[str, ...]
+    steps: int
+    warmup: int
+    rounds: int
+    timeout: float
+    stop_after: float | None  # minutes
+    ranks: int | None
+    layers: int | None
+    experts: int | None
+    record: bool
+    resume: Path | None
+    options: tuple[str, ...]
+    command: str
+
+
+def run(request: Request) -> bool:
+    """Climb; return whether all numbers are as promised.
+
+    Raises:
+        UserError: what the user can mend, or no rung ran.
+    """
+    job = catalog.find(request.config, layers=request.layers, experts=request.experts)
+    _refuse(request, pipeline=job.layout.pp)
+    gpus = machine.gpu_count()
+    if gpus:
+        machine.require_compiler()
+    ranks = choose_ranks(job, request.ranks, gpus)
+    job.on(ranks).check()
+    contributions = repository.load()
+    place = Place.of(job, gpu=bool(gpus), options=request.options)
+    wanted = rungs.climb(contributions, place, only=request.only, names=request.names)
+    tokenizer, dataset = job_data.default_folders()
+    # One step more on a GPU, under the profiler.
+    profiled = 1 if gpus else 0
+    own = (
+        f"--training.steps={request.warmup + request.steps + profiled}",
+        f"--warmup={request.warmup}",
+        f"--profiled={profiled}",
+    )
+    options = (*request.options, *own)
+    session = Session(
+        job=Job(
+            job.name, str(dataset), str(tokenizer), options, (), request.layers, request.experts
+        ),
+        ranks=ranks,
+        vocab=job_data.tokenizer_size(tokenizer),
+        timeout=request.timeout,
+    )
+    ladder = Ladder(
+        config=job.name,
+        layers=request.layers,
+        experts=request.experts,
+        options=list(request.options),
+        ranks=ranks,
+        steps=request.steps,
+        warmup=request.warmup,
+        rounds=request.rounds,
+        machine=evidence.machine(),
+        torch=version("torch"),
+        torchtitan=version("torchtitan"),
+        patches={c.name: c.sha256 for c in contributions},
+        command=request.command,
+        date=date.today().isoformat(),
+    )
+    path = request.resume or _new_file(job.name)
+    if request.resume:
+        before = Ladder.load(request.resume)
+        before.require_same(ladder, request.resume)
+        ladder.rungs, ladder.tokens_a_step = before.rungs, before.tokens_a_step
+    ladder.arrange(wanted)
+
+    def save() -> None:
+        ladder.compare(wanted, contributions, place)
+        ladder.save(path)
+
+    # A scheduler's stop ends the ranks too, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    console = Console(width=None if sys.stdout.isatty() else 180)
+    console.print(f"{len(wanted)} rungs, {ranks} rank(s): {path}", markup=False, soft_wrap=True)
+    _climb(ladder, session, wanted, path.parent, request.stop_after, save, console)
+    save()
+    table.show(ladder, wanted, console)
+    return _conclude(ladder, wanted, path, request.record, console)
+
+
+def _refuse(request: Request, *, pipeline: int) -> None:
+    if pipeline > 1:
+        raise UserError(
+            f"the ladder tells forward from backward, which pipeline stages mix, and "
+            f"{request.config} has {pipeline} of them; take a config without, mini say"
+        )
+    for option in request.options:
+        name = option.partition("=")[0].replace("_", "-").replace(".no-", ".")
+        if name in OURS:
+            raise UserError(
+                f"after -- comes what the ladder leaves to TorchTitan, and {option} is decided by "
+                f"{OURS[name]}"
+            )
+
+
+def _climb(
+    ladder: Ladder,
+    session: Session,
+    wanted: Sequence[Rung],
+    folder: Path,
+    stop_after: float | None,
+    save: Callable[[], None],
+    console: Console,
+) -> None:
+    """Run every rung once a round; each second round downwards, so that a drift cancels."""
+    begin = time.monotonic()
+    for number in range(ladder.rounds):
+        for rung in wanted[:: -1 if number % 2 else 1]:
+            row = ladder.row(rung)
+            if row.status == "failed" or len(row.runs) > number:
+                continue
+            if stop_after is not None and time.monotonic() - begin > 60 * stop_after:
+                console.print(f"stopped after {stop_after:g} minutes, as asked")
+                return
+            at = time.monotonic()
+            try:
+                result = measure(session, rung.names, folder / _folder_name(rung))
+                row.add(result, ranks=session.ranks)
+                ladder.tokens_a_step = result["tokens_a_step"]
+            except RungFailedError as error:
+                row.fail(str(error))
+            save()
+            console.print(
+                f"round {number + 1}  {rung.label}: {table.outcome(row)}"
+                f"  ({time.monotonic() - at:.0f} s)",
+                markup=False,
+                highlight=False,
+            )
+
+
+def _folder_name(rung: Rung) -> str:
+    return re.sub(r"\W+", "-", rung.label).strip("-")
+
+
+def _new_file(config: str) -> Path:
+    start = datetime.now().strftime("%Y%m%d-%H%M%S")
+    return outputs_dir() / "ladder" / f"{config}-{start}" / "ladder.json"
+
+
+def _conclude(
+    ladder: Ladder, wanted: Sequence[Rung], path: Path, record: bool, console: Console
+) -> bool:
+    rows = [ladder.row(rung) for rung in wanted]
+    if not any(row.runs for row in rows):
+        raise UserError(
+            f"no rung ran; the first one says: {rows[0].reason or 'nothing yet'}", exit_code=1
+        )
+    if not ladder.complete:
+        console.print(
+            f"not complete; go on with the same command and --resume {path}", soft_wrap=True
+        )
+    elif record:
+        kept = EVIDENCE / f"ladder-{ladder.config}-{where(ladder)}.json"
+        ladder.save(kept)
+        console.print(f"evidence: {kept.relative_to(REPO)}", soft_wrap=True)
+    bad = [row for row in rows if row.numbers == numbers.DIFFER]
+    for row in bad:
+        console.print(
+            f"DIFFER: {row.label} against {row.compared_with}, though equal numbers were promised: "
+            f"{row.difference}",
+            style="red",
+            markup=False,
+            soft_wrap=True,
+        )
+    return not bad
+
+
+def where(ladder: Ladder) -> str:
+    """Return the machine's short name: ``cpu``, or ``h200x2`` for two ranks on H200s."""
+    if not ladder.machine.get("gpus"):
+        return "cpu"
+    model = str(ladder.machine["gpu"]).partition(",")[0].lower()
+    words = [word for word in re.split(r"[\s-]+", model) if re.search(r"\d", word)]
+    return f"{words[0] if words else 'gpu'}x{ladder.ranks}"

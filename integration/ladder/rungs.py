@@ -1,0 +1,122 @@
+"""Which sets are measured: a base, one contribution more at a time, then all but one. No torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from integration.errors import UserError
+from integration.ladder import order
+from integration.ladder.order import Place
+from integration.patchset import repository
+from integration.patchset.patch import Contribution
+
+FULL_SET = "full set"
+PRISTINE = "pristine"
+
+
+class Only(StrEnum):
+    """Which part of the ladder to climb."""
+
+    ADD = "add"
+    WITHOUT = "without"
+    ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One set to measure. ``contribution`` is the one added or left out; None for a base."""
+
+    label: str
+    kind: str  # base, add or without
+    contribution: str | None
+    names: tuple[str, ...]  # in series order
+    also_removed: tuple[str, ...] = ()  # what requires ``contribution``, and so cannot stay
+
+
+def climb(
+    contributions: Sequence[Contribution],
+    place: Place,
+    *,
+    only: Only = Only.ALL,
+    names: Sequence[str] = (),
+) -> list[Rung]:
+    """Return the rungs from the bottom up.
+
+    Pristine comes first, also where it is known not to run: its row says why. Then, where that is
+    so, pristine with the least that is needed, from which contributions are added.
+
+    Args:
+        names: only these are added and left out (what they require is added before them).
+
+    Raises:
+        UserError: an unknown name.
+    """
+    chosen = {c.name for c in repository.find(contributions, names or None)}
+    rungs: list[Rung] = []
+    if only is not Only.WITHOUT:
+        rungs += _adding(contributions, place, chosen)
+    if only is not Only.ADD:
+        full = tuple(c.name for c in contributions)
+        if not any(rung.names == full for rung in rungs):
+            rungs.append(Rung(FULL_SET, "add", None, full))
+        rungs += [
+            _without(contributions, name) for name in order.sort(contributions) if name in chosen
+        ]
+    return rungs
+
+
+def _adding(contributions: Sequence[Contribution], place: Place, chosen: set[str]) -> list[Rung]:
+    rungs = [Rung(PRISTINE, "base", None, ())]
+    have = {c.name for c in repository.close(contributions, place.least)}
+    if have:
+        label = " + ".join((PRISTINE, *place.least))
+        rungs.append(Rung(label, "base", None, _in_series(contributions, have)))
+    wanted = {c.name for c in repository.close(contributions, chosen)}
+    for name in order.sort(contributions):
+        if name in wanted and name not in have:
+            have.add(name)
+            rungs.append(Rung(f"+ {name}", "add", name, _in_series(contributions, have)))
+    return rungs
+
+
+def _in_series(contributions: Sequence[Contribution], names: set[str]) -> tuple[str, ...]:
+    return tuple(c.name for c in contributions if c.name in names)
+
+
+def _without(contributions: Sequence[Contribution], name: str) -> Rung:
+    gone = {
+        c.name
+        for c in contributions
+        if name in {needed.name for needed in repository.close(contributions, [c.name])}
+    }
+    kept = tuple(c.name for c in contributions if c.name not in gone)
+    also = tuple(c.name for c in contributions if c.name in gone and c.name != name)
+    return Rung(f"{FULL_SET} - {name}", "without", name, kept, also)
+
+
+def reference(rungs: Sequence[Rung], rung: Rung, ran: Sequence[Rung]) -> Rung | None:
+    """Return the rung whose numbers ``rung`` is compared with, among those that ``ran``.
+
+    A contribution that is added is compared with the rung below, one left out with the full set.
+    So a change that was declared counts once, where it was made.
+    """
+    if rung.kind == "without":
+        most = max((len(r.names) for r in rungs if r.kind != "without"), default=0)
+        return next((r for r in ran if r.kind != "without" and len(r.names) == most and most), None)
+    below = [r for r in rungs[: rungs.index(rung)] if r.kind != "without" and r in ran]
+    return below[-1] if below else None
+
+
+def require_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Return ``--names`` split at commas.
+
+    Raises:
+        UserError: there is nothing between two commas.
+    """
+    split = tuple(name.strip() for value in names for name in value.split(","))
+    if not all(split):
+        raise UserError(
+            f"--names expects contributions with commas between, got {','.join(names)!r}; nothing "
+            "was run: `integration patches list` shows them"
+        )
+    return split
