@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,9 @@ def diagnose(logs: Path, agent_output: str) -> Failure:
         found = EXCEPTION.findall(agent_output)
         return Failure(None, (found or last or ["torchrun ended without a word"])[-1].strip())
     rank, code = int(cause[1]), int(cause[2])
+    if code == -signal.SIGTERM and (raised := _first_to_raise(logs)) is not None:
+        # Torchrun sends it to the survivors of a dead rank, and may see one of them end first.
+        return Failure(int(raised.name), _words_of(raised) or f"rank {raised.name} raised")
     if code < 0:
         why = f"rank {rank} was killed by signal {-code}"
         if code == -9:
@@ -48,6 +52,12 @@ def rank_folder(logs: Path, rank: int) -> Path | None:
     """Return torchrun's log folder of ``rank`` in its newest attempt."""
     found = sorted(logs.glob(f"*/attempt_*/{rank}"), key=lambda f: f.stat().st_mtime)
     return found[-1] if found else None
+
+
+def _first_to_raise(logs: Path) -> Path | None:
+    """Return the folder of the rank that was the first to leave an ``error.json``."""
+    found = sorted(logs.glob("*/attempt_*/*/error.json"), key=lambda f: f.stat().st_mtime)
+    return found[0].parent if found else None
 
 
 def _words_of(folder: Path | None) -> str | None:

@@ -74,8 +74,8 @@ def sort(contributions: Sequence[Contribution]) -> list[str]:
     ordered += [name for name in known if name not in ORDER]
     done: list[str] = []
     for name in ordered:
-        needed = {c.name for c in repository.close(contributions, [name])}
-        done += [n for n in ordered if n in needed and n not in done]
+        # In series order, in which nothing comes before what it requires.
+        done += [c.name for c in repository.close(contributions, [name]) if c.name not in done]
     return done
 
 

@@ -50,6 +50,18 @@ def test_the_words_of_the_first_rank_count_not_those_of_its_peers(tmp_path, rank
     assert diagnose(tmp_path, REPORT.format(code=1)).sentence == "ValueError: the cause"
 
 
+def test_a_rank_that_torchrun_stopped_is_not_taken_for_the_cause(tmp_path, rank):
+    peer = rank.parent / "0"
+    peer.mkdir()
+    (peer / "error.json").write_text(json.dumps({"message": {"message": "ValueError: the cause"}}))
+    failure = diagnose(tmp_path, REPORT.format(code=-15))
+    assert (failure.rank, failure.sentence) == (0, "ValueError: the cause")
+
+
+def test_a_terminated_rank_without_a_raising_peer_is_named(tmp_path, rank):
+    assert diagnose(tmp_path, REPORT.format(code=-15)).sentence == "rank 1 was killed by signal 15"
+
+
 def test_the_last_exception_of_a_traceback_is_taken(tmp_path, rank):
     (rank / "stderr.log").write_text(
         "Traceback (most recent call last):\n  File x\nKeyError: 'a'\n\n"

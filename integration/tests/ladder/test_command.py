@@ -1,0 +1,92 @@
+"""``integration ladder`` as it is called: mistakes, and two rungs of real training."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from integration.ladder import run
+from integration.paths import REPO
+from integration.tests.ladder.test_result import LADDER
+
+
+def _run(*arguments: str, **env: str) -> subprocess.CompletedProcess:
+    line = [sys.executable, "-m", "integration", "ladder", *arguments]
+    return subprocess.run(line, cwd=REPO, capture_output=True, text=True, env={**os.environ, **env})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("mimi",), "did you mean mini?"),
+        (("mini", "--layers", "2"), "cut the config slice, and mini was asked for"),
+        (("mini", "--names", "shared_rop_cache"), "did you mean shared_rope_cache?"),
+        (("mini", "--names", "a,"), "with commas between"),
+        (("mini", "--resume", "/nowhere"), "/nowhere cannot be read"),
+        (("mini", "--", "--training.steps=5"), "decided by --steps"),
+        (("mini", "--", "--checkpoint.no-enable"), "saves no weights"),
+        (("leonardo_mini",), "has 2 of them"),
+        (("mini", "--only", "remove"), "--only"),
+    ],
+)
+def test_a_mistake_is_answered_in_words_and_with_an_exit_code(arguments, hint):
+    answer = _run(*arguments)
+    assert answer.returncode != 0
+    assert hint in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.timeout(600)
+def test_two_rungs_are_trained_and_compared_and_gone_on_with(tmp_path):
+    arguments = ("mini", "--only", "add", "--names", "shared_rope_cache", "--steps", "2")
+    short = ("--warmup", "1", "--ranks", "2")
+    first = _run(*arguments, *short, "--stop-after", "0.001", INTEGRATION_OUTPUTS=str(tmp_path))
+    (file,) = tmp_path.rglob("ladder.json")
+    answer = _run(*arguments, *short, "--resume", str(file), INTEGRATION_OUTPUTS=str(tmp_path))
+    assert answer.returncode == 0, answer.stderr + answer.stdout
+
+    assert "no rung ran" in first.stderr  # pristine was all that there was time for
+    assert "round 1  pristine:" in first.stdout
+    assert "round 1  pristine:" not in answer.stdout
+    record = json.loads(file.read_text())
+    pristine, base, added = record["rungs"]
+    assert pristine["status"] == "failed"
+    assert "NVIDIA" in pristine["reason"]
+    assert base["label"] == "pristine + cpu_device"
+    assert (added["label"], added["numbers"]) == ("+ shared_rope_cache", "equal")
+    for row in (base, added):
+        (measured,) = row["runs"]
+        assert len(measured["loss"]) == len(measured["grad_norm"]) == 3
+        assert len(measured["step_s"]) == 2
+        phases = measured["phases"]
+        parts = [phases[f"{name}_s"] for name in ("forward", "backward", "optimizer")]
+        for step, *phase in zip(measured["step_s"], *parts, strict=True):
+            assert min(phase) > 0
+            assert sum(phase) < step
+        assert phases["exposed_communication_s"] is None
+        assert measured["peak_host"] > 2**28
+        assert measured["start_s"] > 1
+        assert row["median"]["tokens_s_gpu"] == 512 / row["median"]["step_s"]
+    assert record["tokens_a_step"] == 1024
+    assert [f for f in file.parent.iterdir() if f.is_dir()] == [file.parent / "pristine"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "name"),
+    [
+        ({"gpus": 0}, "cpu"),
+        ({"gpus": 2, "gpu": "NVIDIA H200, 580.159.04"}, "h200x2"),
+        ({"gpus": 2, "gpu": "NVIDIA A100-SXM4-64GB, 535.1"}, "a100x2"),
+    ],
+)
+def test_evidence_is_named_by_where_it_comes_from(machine, name):
+    from dataclasses import replace
+
+    assert run.where(replace(LADDER, machine=machine)) == name
+
+
+def test_evidence_is_kept_in_the_package():
+    assert Path(run.EVIDENCE).relative_to(REPO) == Path("integration/evidence")

@@ -1,0 +1,84 @@
+"""A rung's end: its figures, its failure, its hanging; nothing is left running."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from integration.ladder import measure
+
+# Stands for torchrun: a rank in a session of its own, which never ends by itself.
+PARENT = """
+import subprocess, sys, time
+rank = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
+print(rank.pid, flush=True)
+{then}
+"""
+RANK = """
+import faulthandler, pathlib, signal, sys, time
+folder = pathlib.Path({folder!r})
+(folder / "logs/run/attempt_0/0").mkdir(parents=True)
+faulthandler.register(signal.SIGUSR2, file=open(folder / "logs/run/attempt_0/0/stderr.log", "w"))
+def endless():
+    time.sleep(1000)
+{then}
+endless()
+"""
+
+
+def _run(folder: Path, *, rank: str = "", then: str = "time.sleep(1000)", timeout: float = 60):
+    (folder / "logs").mkdir()
+    rank = RANK.format(folder=str(folder), then=rank)
+    line = [sys.executable, "-c", PARENT.format(then=then), rank]
+    return measure._run(line, dict(os.environ), folder, timeout)
+
+
+def _rank_pid(folder: Path) -> int:
+    return int((folder / "logs" / "torchrun.log").read_text().split()[0])
+
+
+def test_a_rung_ends_when_its_figures_are_there(tmp_path):
+    write = "(folder / 'measured.json').write_text('{\"step_s\": [1.0]}')"
+    begin = time.monotonic()
+    assert _run(tmp_path, rank=write) == {"step_s": [1.0]}
+    assert time.monotonic() - begin < 30
+    assert not measure._alive(_rank_pid(tmp_path))
+
+
+def test_a_rung_that_hangs_is_killed_and_says_where(tmp_path):
+    with pytest.raises(measure.RungFailedError, match=r"killed after 3 s .* rank 0 in endless"):
+        _run(tmp_path, timeout=3)
+    assert not measure._alive(_rank_pid(tmp_path))
+
+
+def test_a_rung_that_fails_says_why(tmp_path):
+    with pytest.raises(measure.RungFailedError, match="ValueError: it was this"):
+        _run(tmp_path, then="raise ValueError('it was this')")
+
+
+def test_out_of_memory_is_a_result_of_its_own():
+    words = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB."
+    assert measure._reason(words) == f"out of memory: {words}"
+    assert measure._reason("ValueError: no") == "ValueError: no"
+
+
+def test_only_a_process_that_catches_the_signal_is_asked():
+    line = [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert not measure._is_rank(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_figures_are_as_they_were_written(tmp_path):
+    figures = {"loss": [8.354312896728516], "pools": {}}
+    write = f"(folder / 'measured.json').write_text({json.dumps(figures)!r})"
+    assert _run(tmp_path, rank=write) == figures

@@ -1,0 +1,88 @@
+"""The stopwatch in the ranks, as far as it goes without ranks; ``test_command.py`` has the rest."""
+
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from torchtitan.config.manager import ConfigManager
+
+from integration.ladder import config_registry, probe
+
+
+def test_memory_is_told_by_the_stream_that_holds_it(monkeypatch):
+    segments = [
+        {"stream": 0, "allocated_size": 10, "total_size": 16},
+        {"stream": 0, "allocated_size": 0, "total_size": 4},
+        {"stream": 77, "allocated_size": 1, "total_size": 8},
+        {"stream": 99, "allocated_size": 0, "total_size": 64},
+        {"stream": 55, "allocated_size": 2, "total_size": 2},
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(probe, "_fsdp_streams", lambda model: {77: "all-gather stream"})
+    assert probe.pools(torch.nn.Linear(1, 1)) == {
+        "stream 1": {"live": 0, "cached": 64},
+        "default stream": {"live": 10, "cached": 10},
+        "all-gather stream": {"live": 1, "cached": 7},
+        "stream 2": {"live": 2, "cached": 0},
+    }
+
+
+def test_a_model_without_fsdp_has_no_named_streams():
+    assert probe._fsdp_streams(torch.nn.Linear(1, 1)) == {}
+
+
+def test_the_measured_job_is_the_job(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = config_registry.mini()
+    plain = config_registry.job_registry.mini()
+    assert config.training == plain.training
+    assert config.optimizer == plain.optimizer
+    assert config.debug.deterministic
+    assert not config.checkpoint.enable
+    with pytest.raises(AttributeError, match="no config mimi"):
+        config_registry.mimi  # noqa: B018
+
+
+def test_options_reach_the_measured_job(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    line = ["--module=integration.ladder", "--config=mini", "--warmup=3", "--profiled=1"]
+    parsed = ConfigManager().parse_args([*line, "--debug.no-deterministic"])
+    config = cast(probe.MeasuredTrainer.Config, parsed)
+    assert (config.warmup, config.profiled) == (3, 1)
+    assert not config.debug.deterministic
+
+
+def _config(muon: dict, *, offload: bool) -> probe.MeasuredTrainer.Config:
+    made = SimpleNamespace(
+        optimizer=SimpleNamespace(optimizer_factory_kwargs_by_name=muon),
+        training=SimpleNamespace(enable_cpu_offload=offload),
+    )
+    return cast(probe.MeasuredTrainer.Config, made)
+
+
+@pytest.mark.parametrize(
+    ("device", "offload", "muon", "expected"),
+    [
+        ("cuda", True, {"Muon": {}}, {"Muon": {"update_split": "on_device"}}),
+        ("cuda", False, {"Muon": {}}, {"Muon": {}}),
+        ("cpu", True, {"Muon": {}}, {"Muon": {}}),
+        ("cuda", True, {}, {}),
+    ],
+)
+def test_offloaded_muon_divides_its_work_alike_on_all_rungs(
+    monkeypatch, device, offload, muon, expected
+):
+    def dist_muon(params: object, *, update_split: str = "auto") -> None: ...
+
+    monkeypatch.setattr(probe, "device_type", device)
+    monkeypatch.setattr(probe, "find", lambda module, name: dist_muon)
+    probe._fix_update_split(_config(muon, offload=offload))
+    assert muon == expected
+
+
+def test_muon_without_that_option_is_left_alone(monkeypatch):
+    monkeypatch.setattr(probe, "device_type", "cuda")
+    muon: dict = {"Muon": {}}
+    probe._fix_update_split(_config(muon, offload=True))  # the pin's own DistMuon
+    assert muon == {"Muon": {}}
