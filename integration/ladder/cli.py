@@ -32,12 +32,18 @@ def ladder(
     experts: Annotated[
         int | None, typer.Option(min=1, help="Experts a layer of the config slice.")
     ] = None,
+    traces: Annotated[
+        bool, typer.Option("--traces", help="On a GPU: keep a Chrome trace of a step of each rung.")
+    ] = False,
     record: Annotated[
         bool, typer.Option("--record", help="Keep the result in integration/evidence.")
     ] = False,
     resume: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Go on with this ladder's JSON file.")
     ] = None,
+    retry: Annotated[
+        bool, typer.Option("--retry", help="With --resume: also try again what could not run.")
+    ] = False,
 ) -> None:
     """Train CONFIG from pristine to the full set, contribution by contribution, and compare.
 
@@ -61,8 +67,10 @@ def ladder(
         ranks=ranks,
         layers=layers,
         experts=experts,
+        traces=traces,
         record=record,
         resume=resume,
+        retry=retry,
         options=tuple(TITAN_OPTIONS),
         command=" ".join(["integration", *sys.argv[1:]]),
     )

@@ -4,6 +4,7 @@ A rung ends when its figures are there, not when the ranks have said farewell (T
 seconds for that): they are killed, as is one that hangs.
 """
 
+import gzip
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from pathlib import Path
 from integration.job import launch, machine
 from integration.job.failure import diagnose, rank_folder
 from integration.job.run import Job, Run
-from integration.ladder.layout import RESULT_FILE
+from integration.ladder.layout import RESULT_FILE, TRACE_FILE
 from integration.patchset import overlay
 from integration.paths import cache_dir
 
@@ -34,12 +35,16 @@ FRAME = re.compile(r'File "[^"]*", line \d+ in (\S+)')
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """What all rungs have in common. A rung gets ``timeout`` seconds."""
+    """What all rungs have in common.
+
+    A rung gets ``timeout`` seconds. ``traces`` is where rank 0's Chrome traces go, if anywhere.
+    """
 
     job: Job
     ranks: int
     vocab: int
     timeout: float
+    traces: Path | None = None
 
 
 class RungFailedError(Exception):
@@ -81,6 +86,11 @@ def measure(session: Session, names: Sequence[str], folder: Path) -> dict:
     started = time.time()
     result = _run(line, env, folder, session.timeout)
     result["start_s"] = result.pop("first_step_at") - started
+    trace = folder / TRACE_FILE.format(rank=0)
+    if session.traces is not None and trace.exists():
+        session.traces.mkdir(exist_ok=True)
+        kept = session.traces / f"{folder.name}.json.gz"
+        kept.write_bytes(gzip.compress(trace.read_bytes()))
     shutil.rmtree(folder, ignore_errors=True)
     return result
 

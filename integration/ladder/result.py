@@ -192,21 +192,24 @@ class Ladder:
                 f"({error}); start anew without --resume"
             ) from None
 
-    def require_same(self, now: "Ladder", path: Path) -> None:
-        """Refuse to mix runs of two jobs, versions or machines in one ladder.
+    def go_on_from(self, path: Path, *, retry: bool) -> None:
+        """Take over the rows saved at ``path``; with ``retry`` without those that could not run.
 
         Raises:
-            UserError: with the first field that differs.
+            UserError: the file is of another job, version or machine, and runs of two do not mix.
         """
+        before = Ladder.load(path)
         free = {"command", "date", "rounds", "rungs", "tokens_a_step"}
         for each in fields(self):
-            then, at_present = getattr(self, each.name), getattr(now, each.name)
-            if each.name not in free and then != at_present:
+            then, now = getattr(before, each.name), getattr(self, each.name)
+            if each.name not in free and then != now:
                 raise UserError(
-                    f"--resume goes on with a ladder of {each.name} {_short(then, at_present)}, "
-                    f"and now {each.name} is {_short(at_present, then)}; nothing was run: "
-                    f"ask for the same as {path} does, or start anew without --resume"
+                    f"--resume goes on with a ladder of {each.name} {_short(then, now)}, and now "
+                    f"{each.name} is {_short(now, then)}; nothing was run: ask for the same as "
+                    f"{path} does, or start anew without --resume"
                 )
+        self.rungs = [row for row in before.rungs if not (retry and row.status == "failed")]
+        self.tokens_a_step = before.tokens_a_step
 
 
 def _short(value: Any, other: Any) -> str:

@@ -46,8 +46,10 @@ class Request:
     ranks: int | None
     layers: int | None
     experts: int | None
+    traces: bool
     record: bool
     resume: Path | None
+    retry: bool
     options: tuple[str, ...]
     command: str
 
@@ -69,6 +71,7 @@ def run(request: Request) -> bool:
     place = Place.of(job, gpu=bool(gpus), options=request.options)
     wanted = rungs.climb(contributions, place, only=request.only, names=request.names)
     tokenizer, dataset = job_data.default_folders()
+    path = request.resume or _new_file(job.name)
     # One step more on a GPU, under the profiler.
     profiled = 1 if gpus else 0
     own = (
@@ -84,6 +87,7 @@ def run(request: Request) -> bool:
         ranks=ranks,
         vocab=job_data.tokenizer_size(tokenizer),
         timeout=request.timeout,
+        traces=path.parent / "traces" if request.traces else None,
     )
     ladder = Ladder(
         config=job.name,
@@ -101,11 +105,8 @@ def run(request: Request) -> bool:
         command=request.command,
         date=date.today().isoformat(),
     )
-    path = request.resume or _new_file(job.name)
     if request.resume:
-        before = Ladder.load(request.resume)
-        before.require_same(ladder, request.resume)
-        ladder.rungs, ladder.tokens_a_step = before.rungs, before.tokens_a_step
+        ladder.go_on_from(request.resume, retry=request.retry)
     ladder.arrange(wanted)
 
     def save() -> None:

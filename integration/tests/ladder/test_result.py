@@ -155,13 +155,27 @@ def test_a_saved_ladder_goes_on_where_it_was(tmp_path):
     ladder = replace(LADDER, rungs=[])
     ladder.row(CLIMBED[1]).add(measured(), ranks=2)
     ladder.save(path)
-    again = Ladder.load(path)
-    again.require_same(replace(LADDER, rounds=3, command="another"), path)
+    again = replace(LADDER, rungs=[], rounds=3, command="another")
+    again.go_on_from(path, retry=False)
     again.arrange(CLIMBED)
     assert [row.label for row in again.rungs] == [rung.label for rung in CLIMBED]
     assert len(again.row(CLIMBED[1]).runs) == 1
     assert again.row(CLIMBED[2]).status == "open"
     assert not again.complete
+
+
+@pytest.mark.parametrize(("retry", "status"), [(False, "failed"), (True, "open")])
+def test_what_could_not_run_is_tried_again_where_asked_for(retry, status, tmp_path):
+    path = tmp_path / "ladder.json"
+    ladder = replace(LADDER, rungs=[])
+    ladder.row(CLIMBED[0]).fail("killed")
+    ladder.row(CLIMBED[1]).add(measured(), ranks=2)
+    ladder.save(path)
+    again = replace(LADDER, rungs=[])
+    again.go_on_from(path, retry=retry)
+    again.arrange(CLIMBED)
+    assert again.row(CLIMBED[0]).status == status
+    assert again.row(CLIMBED[1]).status == "ok"
 
 
 @pytest.mark.parametrize(
@@ -174,8 +188,9 @@ def test_a_saved_ladder_goes_on_where_it_was(tmp_path):
     ],
 )
 def test_two_jobs_are_not_mixed_in_one_ladder(change, tmp_path):
+    LADDER.save(tmp_path / "x.json")
     with pytest.raises(UserError, match=next(iter(change))) as error:
-        LADDER.require_same(replace(LADDER, **change), tmp_path / "x.json")
+        replace(LADDER, **change).go_on_from(tmp_path / "x.json", retry=False)
     assert "a': '0" not in str(error.value)  # only the patch that differs
 
 
