@@ -107,8 +107,9 @@ def _notes(ladder: Ladder) -> str:
     return (
         f"Medians of {steps}, times in seconds, of the slowest rank; memory in GiB, the most of a "
         "rank. backward holds the output head and the loss, whose chunks run both ways; start is "
-        "from launch to the first step. numbers: losses and gradient norms of all steps, bit by "
-        "bit; an added contribution against the rung before, one left out against the full set."
+        "from launch to the first step. The last one added makes the full set. numbers: losses "
+        "and gradient norms of all steps, bit by bit; an added contribution against the rung "
+        "before, one left out against the full set."
     )
 
 

@@ -28,7 +28,7 @@ CHAIN = (
 
 
 def test_every_contribution_has_a_place_and_a_reason():
-    assert set(order.ORDER) == {c.name for c in REAL}
+    assert {c.name for c in REAL} <= set(order.ORDER)
 
 
 def test_nothing_comes_before_what_it_requires():
