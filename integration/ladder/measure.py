@@ -13,13 +13,14 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from integration.job import launch, machine
 from integration.job.failure import diagnose, rank_folder
 from integration.job.run import Job, Run
 from integration.ladder.layout import RESULT_FILE, TRACE_FILE
+from integration.ladder.rungs import Rung
 from integration.patchset import overlay
 from integration.paths import cache_dir
 
@@ -51,8 +52,8 @@ class RungFailedError(Exception):
     """A rung that cannot run; the message is its row's reason."""
 
 
-def measure(session: Session, names: Sequence[str], folder: Path) -> dict:
-    """Train on the set ``names``; return what the ranks measured, as in ``probe.py``.
+def measure(session: Session, rung: Rung, folder: Path) -> dict:
+    """Train on the set of ``rung``; return what the ranks measured, as in ``probe.py``.
 
     Args:
         folder: for the ranks' logs, made here; it stays only where the rung failed.
@@ -60,13 +61,13 @@ def measure(session: Session, names: Sequence[str], folder: Path) -> dict:
     Raises:
         RungFailedError: no figures, with the reason in one sentence.
     """
-    patched = overlay.build(names)
+    patched = overlay.build(rung.names)
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "logs").mkdir(parents=True)
     run = Run(folder)
     line = launch.command(
         run,
-        session.job,
+        replace(session.job, options=(*session.job.options, *rung.options)),
         ranks=session.ranks,
         port=machine.free_port(None),
         color=False,

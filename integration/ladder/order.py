@@ -35,6 +35,9 @@ ORDER = {
 }
 
 
+NEWTON_SCHULZ = "muon_gpu_newton_schulz"
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """What of a job, and of where it runs, decides which contributions act."""
@@ -42,9 +45,10 @@ class Place:
     gpu: bool
     cpu_offload: bool
     muon: bool
+    ranks: int = 1
 
     @classmethod
-    def of(cls, job: JobSpec, *, gpu: bool, options: Sequence[str] = ()) -> "Place":
+    def of(cls, job: JobSpec, *, gpu: bool, ranks: int = 1, options: Sequence[str] = ()) -> "Place":
         """Return the place of ``job``; TorchTitan's ``options`` may switch the offload."""
         offload = job.cpu_offload
         for option in options:
@@ -53,7 +57,15 @@ class Place:
                 offload = True
             if name == "--training.no-enable-cpu-offload":
                 offload = False
-        return cls(gpu, offload, job.optimizer == "muon")
+        return cls(gpu, offload, job.optimizer == "muon", ranks)
+
+    @property
+    def newton_schulz_can_move(self) -> bool:
+        """Whether Newton-Schulz can run on the CPU instead, beside a GPU that does the rest.
+
+        On one rank only: several exchange shards with NCCL, which has no tensors of a CPU.
+        """
+        return self.gpu and self.cpu_offload and self.muon and self.ranks == 1
 
     @property
     def least(self) -> tuple[str, ...]:

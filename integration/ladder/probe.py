@@ -20,6 +20,8 @@ from collections import defaultdict
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -76,10 +78,15 @@ class MeasuredTrainer(JobTrainer):
         profiled: int = 0
         """Steps after the measured ones, under the profiler, on a GPU"""
 
+        newton_schulz_on_cpu: bool = False
+        """Leave all of Muon's work on offloaded weights to the CPU: one rank only"""
+
     def __init__(self, config: Config) -> None:
         # The launcher asks a rank that hangs where it is.
         faulthandler.register(signal.SIGUSR2)
         _fix_update_split(config)
+        if config.newton_schulz_on_cpu:
+            _leave_newton_schulz_to_the_cpu()
         super().__init__(config)
         self._gpu = device_type == "cuda"
         self._warmup = config.warmup
@@ -239,6 +246,17 @@ def _fsdp_streams(model: torch.nn.Module) -> dict[int, str]:
         for name, stream in streams.items()
         if stream is not None
     }
+
+
+def _leave_newton_schulz_to_the_cpu() -> None:
+    """Give Muon's pipeline (``muon_gpu_newton_schulz``) the CPU for the device that computes.
+
+    It then does one thing after the other, with all cores.
+    """
+    module = import_module("torchtitan.distributed.flex_shard.dist_muon")
+    offload = module._MuonHostOffload
+    on_cpu = partial(offload, torch.device("cpu"))
+    setattr(module, offload.__name__, lambda _, **rest: on_cpu(**rest))
 
 
 def _fix_update_split(config: MeasuredTrainer.Config) -> None:

@@ -139,7 +139,8 @@ class Ladder:
                 row.numbers = numbers.NOT_COMPARED
             else:
                 between = set(rung.names) ^ set(other.names)
-                reasons = [
+                reasons = [rung.changes] if rung.changes else []
+                reasons += [
                     f"{name}: {reason}"
                     for name in known
                     if name in between and (reason := changes(known[name], place))

@@ -68,7 +68,7 @@ def run(request: Request) -> bool:
     ranks = choose_ranks(job, request.ranks, gpus)
     job.on(ranks).check()
     contributions = repository.load()
-    place = Place.of(job, gpu=bool(gpus), options=request.options)
+    place = Place.of(job, gpu=bool(gpus), ranks=ranks, options=request.options)
     wanted = rungs.climb(contributions, place, only=request.only, names=request.names)
     tokenizer, dataset = job_data.default_folders()
     path = request.resume or _new_file(job.name)
@@ -159,7 +159,7 @@ def _climb(
                 return
             at = time.monotonic()
             try:
-                result = measure(session, rung.names, folder / _folder_name(rung))
+                result = measure(session, rung, folder / _folder_name(rung))
                 row.add(result, ranks=session.ranks)
                 ladder.tokens_a_step = result["tokens_a_step"]
             except RungFailedError as error:

@@ -12,6 +12,8 @@ from integration.patchset.patch import Contribution
 
 FULL_SET = "full set"
 PRISTINE = "pristine"
+# Kinds of the rungs that lead to the full set.
+SETS = ("base", "add")
 
 
 class Only(StrEnum):
@@ -27,10 +29,12 @@ class Rung:
     """One set to measure. ``contribution`` is the one added or left out; None for a base."""
 
     label: str
-    kind: str  # base, add or without
+    kind: str  # base, add, without or variant
     contribution: str | None
     names: tuple[str, ...]  # in series order
     also_removed: tuple[str, ...] = ()  # what requires ``contribution``, and so cannot stay
+    options: tuple[str, ...] = ()  # TorchTitan's, of a variant
+    changes: str = ""  # why a variant's numbers are not the full set's
 
 
 def climb(
@@ -62,6 +66,17 @@ def climb(
         rungs += [
             _without(contributions, name) for name in order.sort(contributions) if name in chosen
         ]
+        if place.newton_schulz_can_move and order.NEWTON_SCHULZ in chosen:
+            rungs.append(
+                Rung(
+                    f"{FULL_SET}, Newton-Schulz on the CPU",
+                    "variant",
+                    None,
+                    full,
+                    options=("--newton_schulz_on_cpu",),
+                    changes="Newton-Schulz runs on the CPU",
+                )
+            )
     return rungs
 
 
@@ -100,10 +115,10 @@ def reference(rungs: Sequence[Rung], rung: Rung, ran: Sequence[Rung]) -> Rung | 
     A contribution that is added is compared with the rung below, one left out with the full set.
     So a change that was declared counts once, where it was made.
     """
-    if rung.kind == "without":
-        most = max((len(r.names) for r in rungs if r.kind != "without"), default=0)
-        return next((r for r in ran if r.kind != "without" and len(r.names) == most and most), None)
-    below = [r for r in rungs[: rungs.index(rung)] if r.kind != "without" and r in ran]
+    if rung.kind in ("without", "variant"):
+        most = max((len(r.names) for r in rungs if r.kind in SETS), default=0)
+        return next((r for r in ran if r.kind in SETS and len(r.names) == most and most), None)
+    below = [r for r in rungs[: rungs.index(rung)] if r.kind in SETS and r in ran]
     return below[-1] if below else None
 
 

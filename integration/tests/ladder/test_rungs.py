@@ -40,6 +40,22 @@ def test_nothing_comes_before_what_it_requires():
     assert sorted(done) == sorted(required)
 
 
+def test_newton_schulz_also_runs_on_the_cpu_where_one_gpu_has_its_weights_there():
+    def variants(place, **kwargs):
+        climbed = rungs.climb(REAL, place, **kwargs)
+        return [rung for rung in climbed if rung.kind == "variant"]
+
+    (variant,) = variants(OFFLOADED)
+    assert set(variant.names) == {c.name for c in REAL}
+    assert variant.options and variant.changes
+    full = next(r for r in rungs.climb(REAL, OFFLOADED) if set(r.names) == set(variant.names))
+    assert rungs.reference([full, variant], variant, [full]) is full
+    assert not variants(CPU)
+    assert not variants(Place(gpu=True, cpu_offload=True, muon=True, ranks=2))
+    assert not variants(OFFLOADED, only=Only.ADD)
+    assert not variants(OFFLOADED, names=["shared_rope_cache"])
+
+
 def test_a_requirement_pulls_what_it_needs_before_it():
     # fsdp_unshard_async_op stands in ORDER; what it needs here does not.
     made = (contribution("new"), contribution("fsdp_unshard_async_op", ("new",)))
