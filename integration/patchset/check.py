@@ -14,6 +14,7 @@ from integration.patchset.finding import Finding
 from integration.patchset.lint import lint
 from integration.patchset.patch import Contribution, pristine_paths
 from integration.patchset.pins import Pin, sha256
+from integration.patchset.stale import stale
 
 
 def check(root: Path | None = None) -> list[Finding]:
@@ -24,7 +25,8 @@ def check(root: Path | None = None) -> list[Finding]:
     - each patch applies on the pin with what it requires, every pair applies in both orders with
       the same result, the full set applies, and comes off again;
     - ``export(import(p)) == p`` byte for byte, for every patch p;
-    - the README's table is the patches' own.
+    - the README's table is the patches' own, its figures the evidence's;
+    - evidence, of one patch or of a set, was measured on the patches as they are.
     """
     root = root or paths.REPO
     pins = pins_module.load(root)
@@ -36,7 +38,9 @@ def check(root: Path | None = None) -> list[Finding]:
         for _, name in repository.read_series(root / "patches" / upstream / "series")
     ]
     findings += lint(contributions, pins, listed)
-    findings += readme.stale(contributions, root) if complete else []
+    if complete:
+        findings += readme.stale(contributions, root)
+        findings += stale(root, contributions)
     usable = _closed(contributions)
     for upstream, pin in pins.items():
         mine = [c for c in contributions if c.upstream == upstream]

@@ -1,10 +1,11 @@
-"""The README's table of contributions, generated from the patch headers."""
+"""The README's table of contributions, generated from the patch headers and the evidence."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from integration import paths
 from integration.errors import UserError
+from integration.patchset import effect
 from integration.patchset.finding import Finding
 from integration.patchset.patch import Contribution
 
@@ -13,9 +14,14 @@ END = "<!-- contributions:end -->"
 
 
 def table(contributions: Sequence[Contribution]) -> str:
-    """Return the Markdown table; a name links to its patch, a test to its file."""
-    rows = ["| contribution | upstream | status | what it changes | requires | tests |"]
-    rows.append("|---|---|---|---|---|---|")
+    """Return the Markdown table; a name links to its patch, a test to its file.
+
+    Raises:
+        UserError: an effect that the evidence does not hold.
+    """
+    heads = ("contribution", "upstream", "status", "what it changes", "measured effect")
+    heads = (*heads, "requires", "tests")
+    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for c in contributions:
         folder = f"{c.upstream}_contrib/{c.name}"
         cells = (
@@ -23,6 +29,7 @@ def table(contributions: Sequence[Contribution]) -> str:
             c.upstream,
             " ".join(c.values("Status")),
             c.subject,
+            effect.markdown(c),
             ", ".join(c.requires),
             "<br>".join(f"[{file}]({folder}/{file})" for file, _ in c.tests),
         )
@@ -43,7 +50,10 @@ def stale(contributions: Sequence[Contribution], root: Path | None = None) -> li
     """Return a finding when the README's table is not the patches' own."""
     file = (root or paths.REPO) / "README.md"
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    fresh = updated(text, contributions)
+    try:
+        fresh = updated(text, contributions)
+    except UserError as error:
+        return [_without_effect(error)]
     if fresh is None or fresh == text:
         return []
     pairs = zip(text.split("\n"), fresh.split("\n"), strict=False)
@@ -74,3 +84,17 @@ def write(contributions: Sequence[Contribution], root: Path | None = None) -> bo
     if fresh != text:
         file.write_text(fresh, encoding="utf-8")
     return fresh != text
+
+
+def _without_effect(error: UserError) -> Finding:
+    expected, _, rest = str(error).removeprefix("expected ").partition(", found")
+    found, _, then = rest.removeprefix(": ").strip().partition("; ")
+    return Finding(
+        patch="(table)",
+        file="README.md",
+        line=None,
+        expected=expected,
+        found=found,
+        verdict="no effect",
+        next=then.rpartition(": ")[2],
+    )

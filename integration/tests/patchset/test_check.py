@@ -237,8 +237,9 @@ def test_stale_table(house: House) -> None:
     assert house.check() == []
     assert file.read_text().endswith("\n\nText.\n")
     assert readme.table(repository.load()).split("\n") == [
-        "| contribution | upstream | status | what it changes | requires | tests |",
-        "|---|---|---|---|---|---|",
-        "| [one](patches/pytorch/one.patch) | pytorch | pending | [fake] Change one |  "
-        "| [test_one.py](pytorch_contrib/one/test_one.py) |",
+        "| contribution | upstream | status | what it changes | measured effect | requires "
+        "| tests |",
+        "|---|---|---|---|---|---|---|",
+        "| [one](patches/pytorch/one.patch) | pytorch | pending | [fake] Change one "
+        "| no figures: tests only |  | [test_one.py](pytorch_contrib/one/test_one.py) |",
     ]
