@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from integration.bench.cli import bench
 from integration.errors import UserError
 from integration.job.cli import train
 from integration.job.slurm.cli import launch
@@ -31,13 +32,14 @@ app.command(name="plan")(plan)
 app.command(name="launch")(launch)
 app.command(name="test")(test)
 app.command(name="ladder")(ladder)
+app.command(name="bench")(bench)
 app.command(name="env")(env)
 for verb in (drift, rebase, drop, pr):
     patches.command()(verb)
 app.add_typer(patches, name="patches")
 
-# What stands after "--" belongs to TorchTitan. It is taken off before typer sees the command
-# line: click would otherwise read the first of it as the optional CONFIG.
+# What stands after "--" belongs to TorchTitan, or to a bench.py. It is taken off before typer sees
+# the command line: click would otherwise read the first of it as the optional CONFIG.
 TITAN_OPTIONS: list[str] = []
 
 

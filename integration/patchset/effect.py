@@ -68,7 +68,7 @@ FORMS: dict[str, Callable[[Any], str]] = {
     "seconds": seconds,
     "milliseconds": lambda value: seconds(value / 1e3),
     "number": lambda value: f"{value:.4g}",
-    "integer": lambda value: f"{value:d}",
+    "integer": lambda value: f"{value:.0f}",
     "shape": lambda value: " x ".join(map(str, value)),
     # Of a pair: at / than, and the other way round where less is better.
     "change": change,

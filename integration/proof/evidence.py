@@ -13,10 +13,14 @@ from integration.patchset.patch import Contribution
 
 def write(contribution: Contribution, name: str, command: str, results: dict) -> Path:
     """Write ``evidence/<name>.json``, bound to the patch by its sha256; return the path."""
-    folder = contribution.folder / "evidence"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
-    record = {
+    path = contribution.folder / "evidence" / f"{name}.json"
+    write_json(path, record(contribution, command, results))
+    return path
+
+
+def record(contribution: Contribution, command: str, results: dict) -> dict:
+    """Return ``results`` after what they hold for; nothing in them takes the place of that."""
+    captured = {
         "contribution": contribution.name,
         "patch_sha256": contribution.sha256,
         "date": date.today().isoformat(),
@@ -24,12 +28,16 @@ def write(contribution: Contribution, name: str, command: str, results: dict) ->
         "machine": machine(),
         "torch": version("torch"),
         "torchtitan": version("torchtitan"),
-        **results,
     }
+    return captured | {key: value for key, value in results.items() if key not in captured}
+
+
+def write_json(path: Path, record: dict) -> None:
+    """Write beside, then rename: the file is the old one or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(".part")
     beside.write_text(json.dumps(record, indent=1) + "\n")
     os.replace(beside, path)
-    return path
 
 
 def machine() -> dict[str, str | int]:

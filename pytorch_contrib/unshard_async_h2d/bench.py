@@ -1,6 +1,6 @@
-"""Step time with CPUOffloadPolicy and the flag off and on; needs two GPUs.
+"""Step time with CPUOffloadPolicy and the flag off and on.
 
-    python bench.py --pristine             # writes evidence/bench_offload.json
+    python bench.py --pristine             # two GPUs, NCCL
     python bench.py --smoke                # two gloo ranks on the CPU
 
 It is the benchmark of unshard_async_op, with `--offload`; see there.

@@ -1,6 +1,6 @@
 """Memory and step time of FSDP2 with `set_unshard_async_op` off and on.
 
-    python bench.py                        # two GPUs, NCCL: writes evidence/bench.json
+    python bench.py                        # two GPUs, NCCL
     python bench.py --offload              # the same with CPUOffloadPolicy
     python bench.py --pristine             # the installed torch as well, for comparison
     python bench.py --smoke                # two gloo ranks on the CPU, no memory figures
@@ -11,11 +11,10 @@ settings of the flag, interleaved.
 
 A run trains a stack of large layers, so that one layer's all-gather buffer is a visible share of
 memory, first without a memory cap and then with a cap half-way between what the two settings
-reserved. Units: bytes, seconds.
+reserved. Prints one JSON object. Units: bytes, seconds.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import platform
@@ -42,7 +41,6 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-FOLDER = Path(__file__).resolve().parent
 NAMES = ("unshard_async_op", "unshard_async_h2d")
 
 
@@ -299,11 +297,6 @@ def gpu_name() -> str | None:
         return None
 
 
-def patch_sha256(name: str) -> str:
-    path = FOLDER.parents[1] / "patches" / "pytorch" / f"{name}.patch"
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -317,9 +310,7 @@ def main() -> None:
         "--cap-gib", type=float, default=0, help="memory cap; 0: half-way"
     )
     parser.add_argument("--offload", action="store_true", help="CPUOffloadPolicy")
-    parser.add_argument(
-        "--smoke", action="store_true", help="tiny, on the CPU, writes nothing"
-    )
+    parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU")
     parser.add_argument(
         "--pristine", action="store_true", help="also run without PYTHONPATH"
     )
@@ -335,8 +326,6 @@ def main() -> None:
 
     record: dict[str, Any] = {
         "contribution": args.contribution,
-        "patch_sha256": patch_sha256(args.contribution),
-        "with_patches": {name: patch_sha256(name) for name in NAMES},
         "date": date.today().isoformat(),
         "command": " ".join(["python", Path(__file__).name, *sys.argv[1:]]),
         "machine": {
@@ -359,20 +348,12 @@ def main() -> None:
     if args.contribution not in record["patched"]["patches"]:
         sys.exit(
             f"expected a torch with {args.contribution}, got one with "
-            f"{record['patched']['patches']}, so nothing was written; "
+            f"{record['patched']['patches']}, so nothing was compared; "
             f'first run: eval "$(python -m integration env {" ".join(NAMES)})"'
         )
     if args.pristine:
         record["pristine"] = launch("")
-    text = json.dumps(record, indent=1)
-    if args.smoke:
-        print(text)
-        return
-    folder = FOLDER.parent / args.contribution / "evidence"
-    folder.mkdir(exist_ok=True)
-    path = folder / f"bench{'_offload' if args.offload else ''}.json"
-    path.write_text(text + "\n")
-    print(path.relative_to(FOLDER.parents[1]))
+    print(json.dumps(record, indent=1))
 
 
 if __name__ == "__main__":

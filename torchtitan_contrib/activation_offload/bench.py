@@ -9,7 +9,7 @@
     export PYTORCH_ALLOC_CONF=expandable_segments:True    # as run_train.sh does
     python bench.py                      # one H200, about 5 minutes
     python bench.py --longest            # the most tokens that fit, about 4 minutes
-    python bench.py --toy                # a CPU, seconds: shows that it runs
+    python bench.py --smoke                # a CPU, seconds: shows that it runs
 
 The blocks are TorchTitan's Qwen3-MoE blocks at the width of a 1T model: hidden 6,144,
 48 query and 16 key/value heads of 128, experts of 1,792, 8 of them and a shared one a
@@ -416,10 +416,10 @@ def main() -> None:
     parser.add_argument("--trl", help="TRL's trl/models/activation_offloading.py")
     parser.add_argument("--longest", action="store_true")
     parser.add_argument("--depth", type=int, default=16, help="with --longest")
-    parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
-    shape = TOY if args.toy else SHAPE
-    if args.toy:
+    shape = TOY if args.smoke else SHAPE
+    if args.smoke:
         args.layers, args.tokens = 4, [64, 128]
 
     on_gpu = torch.cuda.is_available()

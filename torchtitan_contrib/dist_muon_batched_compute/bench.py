@@ -7,11 +7,11 @@
 """A DistMuon step of a mixture of experts: without and with batches across parameters.
 
     python bench.py --pristine --overlay OVERLAY --out evidence/h200x2.json   # two GPUs
-    python bench.py --toy --base BASE --overlay OVERLAY                       # gloo, CPU
+    python bench.py --smoke --base BASE --overlay OVERLAY                       # gloo, CPU
 
 OVERLAY is a folder with the patched torchtitan, to be put first on PYTHONPATH
 (`integration patches overlay dist_muon_batched_compute` prints it). The pristine one
-refuses CPUs, so a toy run compares with BASE, the overlay of dist_muon_any_device.
+refuses CPUs, so a smoke run compares with BASE, the overlay of dist_muon_any_device.
 
 A layer has `--dense` matrices 6144 x 6144, stored in row shards and computed by an owner,
 and `--experts` experts on each rank (w1 and w3 1792 x 6144, w2 6144 x 1792). Two layers
@@ -46,7 +46,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--pristine", action="store_true", help="measure without overlay")
     parser.add_argument("--base", type=pathlib.Path, help="an overlay to compare with")
     parser.add_argument("--overlay", type=pathlib.Path, help="the patched overlay")
-    parser.add_argument("--toy", action="store_true", help="tiny matrices on CPUs")
+    parser.add_argument("--smoke", action="store_true", help="tiny matrices on CPUs")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--dense", type=int, default=4, help="in a layer")
@@ -61,7 +61,7 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if not args.worker and not (args.pristine or args.base or args.overlay):
         parser.error("nothing to measure: give --pristine, --base or --overlay")
-    if args.toy and args.pristine:
+    if args.smoke and args.pristine:
         parser.error("the pristine DistMuon refuses CPUs: give --base instead")
     return args
 
@@ -81,7 +81,7 @@ def build(args: argparse.Namespace, device):
         Owned,
     )
 
-    wide, narrow = (96, 28) if args.toy else (6144, 1792)
+    wide, narrow = (96, 28) if args.smoke else (6144, 1792)
     mesh = init_device_mesh(device.type, (args.ranks,), mesh_dim_names=("dp_shard",))
     generator = torch.Generator(device).manual_seed(torch.distributed.get_rank())
     params, shardings = {}, {}
@@ -146,7 +146,7 @@ def run_rank(rank: int, args: argparse.Namespace) -> None:
     import torchtitan
     from torchtitan.distributed.flex_shard import dist_muon
 
-    cuda = not args.toy
+    cuda = not args.smoke
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

@@ -11,10 +11,10 @@ The process group is a fake one, so that a single CPU core plans what each of 38
 Run it where ``import torchtitan`` gives the patched package by PYTHONPATH; the pristine one is what is
 imported without PYTHONPATH. Each is measured in processes of its own::
 
-    PYTHONPATH=OVERLAY python bench.py --patch flex_shard_fast_planning.patch --json evidence/plan_1t.json
+    PYTHONPATH=OVERLAY python bench.py
 
 The pristine plan takes minutes, so it is measured once by default, and the patched one five times. All ranks
-must agree on the owners, so the two variants' plans are compared by digest.
+must agree on the owners, so the two variants' plans are compared by digest. Prints one JSON object.
 """
 
 import argparse
@@ -28,7 +28,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 NUM_RANKS, NUM_EP = 384, 8
 HIDDEN, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 6144, 128, 48, 16
@@ -215,10 +214,6 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--pristine-repeats", type=int, default=1)
-    parser.add_argument(
-        "--patch", type=Path, help="the patch file, whose sha256 is recorded"
-    )
-    parser.add_argument("--json", type=Path, help="where to write the result")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
@@ -251,12 +246,7 @@ def main() -> None:
         "torchtitan": version("torchtitan"),
         "machine": {"processor": platform.machine(), "cores": os.cpu_count()},
     }
-    if args.patch is not None:
-        report["patch_sha256"] = hashlib.sha256(args.patch.read_bytes()).hexdigest()
-    text = json.dumps(report, indent=2) + "\n"
-    print(text, end="")
-    if args.json is not None:
-        args.json.write_text(text)
+    print(json.dumps(report, indent=2))
     if len({r["plan_digest"] for r in results.values()}) != 1:
         sys.exit("bench.py: expected equal plans from both variants")
 

@@ -6,7 +6,7 @@
 
 """Newton-Schulz of Muon on one GPU: milliseconds a matrix, rate and error, by method.
 
-    PYTHONPATH=OVERLAY python bench.py --patch flex_shard_newton_schulz.patch --json OUT.json
+    PYTHONPATH=OVERLAY python bench.py
 
 Compares the methods of ``orthogonalize`` with torch.optim.Muon, and with the packages
 gram-newton-schulz and emerging-optimizers where they are installed. Input is float32,
@@ -14,21 +14,21 @@ as DistMuon passes it. Methods take turns in one run; a time is the median of CU
 events around one call on the whole batch, queued without waiting. Errors are of the first matrix: against the
 same polynomial in float64, and by its singular values, which the polynomial sends to
 0.68 to 1.14 where they are not small. ``--case 8 1792 6144``, once or more, selects.
+Prints one JSON object.
 """
 
 import argparse
 import datetime
-import hashlib
 import json
 import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -200,8 +200,8 @@ def run_case(batch: int, rows: int, columns: int, repeats: int) -> dict:
         }
         if not name.endswith("step"):
             results[name] |= measure_error(method, x, reference)
-        print(f"{batch:2} x {rows} x {columns} {name:27}", end="")
-        print("".join(f" {value:9.4f}" for value in results[name].values()), flush=True)
+        figures = "".join(f" {value:9.4f}" for value in results[name].values())
+        print(f"{batch:2} x {rows} x {columns} {name:27}{figures}", file=sys.stderr)
     return {"batch": batch, "rows": rows, "columns": columns, "methods": results} | (
         {"failed": failed} if failed else {}
     )
@@ -213,8 +213,6 @@ def main() -> None:
     parser.add_argument(
         "--case", nargs=3, type=int, action="append", metavar=("B", "R", "C")
     )
-    parser.add_argument("--patch", type=Path, help="the patch, whose sha256 is kept")
-    parser.add_argument("--json", type=Path, help="where to write the result")
     args = parser.parse_args()
     cases = CASES if args.case is None else args.case
     begin = time.perf_counter()
@@ -224,10 +222,7 @@ def main() -> None:
         capture_output=True,
         text=True,
     ).stdout.split()
-    report = {"contribution": "flex_shard_newton_schulz"}
-    if args.patch is not None:
-        report["patch_sha256"] = hashlib.sha256(args.patch.read_bytes()).hexdigest()
-    report |= {
+    report = {
         "date": datetime.date.today().isoformat(),
         "command": f"PYTHONPATH=OVERLAY python bench.py --repeats {args.repeats}"
         + "".join(" --case {} {} {}".format(*case) for case in args.case or ()),
@@ -249,11 +244,7 @@ def main() -> None:
         "seconds": round(time.perf_counter() - begin, 1),
         "cases": results,
     }
-    text = json.dumps(report, indent=1) + "\n"
-    if args.json is None:
-        print(text, end="")
-    else:
-        args.json.write_text(text)
+    print(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,205 @@
+"""Run one contribution's benchmark on its overlay; say and keep what it measured, and on what."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from integration import paths
+from integration.bench import peers as installed
+from integration.bench.catalog import Bench, Peer, default_peers, find, peers
+from integration.bench.table import table
+from integration.errors import UserError
+from integration.job.machine import gpu_count
+from integration.patchset import overlay, repository
+from integration.patchset.patch import Contribution
+from integration.proof import evidence
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What ``integration bench NAME`` was asked for."""
+
+    name: str
+    options: tuple[str, ...] = ()  # the benchmark's own
+    peers: Path | None = None
+    smoke: bool = False
+    record: bool = False
+    label: str | None = None  # of the evidence file
+
+
+def run(request: Request) -> None:
+    """Measure, print one table, and keep the figures; as evidence where that was asked for.
+
+    Raises:
+        UserError: no such benchmark, the wrong machine for it, or it failed.
+    """
+    (contribution,) = repository.find(repository.load(), [request.name])
+    bench = find(contribution)
+    gpus = gpu_count()
+    _refuse(bench, request, gpus)
+    folder = request.peers or default_peers()
+    mine = [peer for peer in peers() if peer.bench == bench.name]
+    reasons = {peer.title: installed.why_not(peer, folder) for peer in mine}
+    usable = [peer for peer in mine if not reasons[peer.title] and not request.smoke]
+
+    measured = _measure(contribution, bench, request, usable, folder)
+    others = {p.title: _program(contribution, p, folder) for p in usable if p.program}
+    took_part = "left out of a try" if request.smoke else "took part"
+    results = {
+        "patches": {c.name: c.sha256 for c in repository.select(repository.load(), [bench.name])},
+        "peers": {title: reason or took_part for title, reason in reasons.items()}
+        | {title: told for title, told in others.items() if isinstance(told, str)},
+        "environment": dict(bench.environment),
+        **measured,
+        **{title: told for title, told in others.items() if not isinstance(told, str)},
+    }
+    _show(contribution, bench, request, results)
+
+
+def _refuse(bench: Bench, request: Request, gpus: int) -> None:
+    if request.smoke and request.record:
+        raise UserError(
+            f"expected --smoke or --record, got both; a try of {bench.name} on tiny sizes proves "
+            f"nothing and was not started: leave one out"
+        )
+    if request.smoke and bench.smoke is None:
+        raise UserError(
+            f"{bench.name} measures kernels that only a GPU has, and there is no try of it "
+            f"without one: run `integration bench {bench.name}` on a machine with a GPU"
+        )
+    if not request.smoke and gpus < bench.gpus:
+        instead = f", or try `integration bench {bench.name} --smoke` here" if bench.smoke else ""
+        raise UserError(
+            f"{bench.name} is measured on {bench.gpus} GPU{'s' * (bench.gpus > 1)} (CUDA), and "
+            f"torch finds {gpus or 'none'} here; nothing was measured: run it on such a "
+            f"machine{instead}"
+        )
+
+
+def command(
+    contribution: Contribution,
+    bench: Bench,
+    request: Request,
+    usable: Sequence[Peer],
+    folder: Path,
+    overlays: Mapping[str, Path],
+) -> list[str]:
+    """Return the line that starts bench.py; what the user adds comes last, so it wins."""
+    script = str(contribution.folder / "bench.py")
+    line = [sys.executable]
+    if bench.ranks:
+        line += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={bench.ranks}"]
+    given = (bench.smoke or ()) if request.smoke else bench.arguments
+    given = [part.format_map(overlays) for part in given]
+    for peer in usable:
+        given += [part.format(folder=peer.folder(folder)) for part in peer.arguments]
+    return [*line, script, *given, *request.options]
+
+
+def _measure(
+    contribution: Contribution,
+    bench: Bench,
+    request: Request,
+    usable: Sequence[Peer],
+    folder: Path,
+) -> dict:
+    patched = overlay.build([bench.name])
+    built = {"overlay": patched, "base": overlay.build([bench.base]) if bench.base else patched}
+    overlays = {key: o.path for key, o in built.items() if o.path}
+    line = command(contribution, bench, request, usable, folder, overlays)
+    behind = [str(peer.folder(folder)) for peer in usable if peer.importable]
+    env = {
+        **os.environ,
+        **bench.environment,
+        "PYTHONPATH": patched.pythonpath(os.pathsep.join(behind)),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    told = _call(line, env)
+    if isinstance(told, str):
+        raise UserError(
+            f"expected one JSON object from {bench.name}'s bench.py, found: {told}; nothing was "
+            f"measured: repeat it with PYTHONPATH={patched.path} {shlex.join(line)}",
+            exit_code=1,
+        )
+    return told
+
+
+def _program(contribution: Contribution, peer: Peer, folder: Path) -> dict | str:
+    """Run a peer that cannot share bench.py's process; return its figures, or why it has none."""
+    line = [sys.executable, str(contribution.folder / str(peer.program))]
+    # The pinned packages, not our overlay: the peer as it is published.
+    return _call(line, {**os.environ, "PYTHONPATH": str(peer.folder(folder))})
+
+
+def _call(line: Sequence[str], env: Mapping[str, str]) -> dict | str:
+    """Run a script to its end, its progress on this terminal; return its JSON, or what went wrong.
+
+    The object is the last thing on its standard output; libraries may have said something before.
+    """
+    done = subprocess.run(
+        line, env=env, stdout=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL
+    )
+    if done.returncode:
+        return f"exit code {done.returncode}, and what it said above"
+    start = done.stdout.find("\n{") + 1 if not done.stdout.startswith("{") else 0
+    try:
+        return dict(json.loads(done.stdout[start:]))
+    except (ValueError, TypeError) as error:
+        return f"{error!r} in `{done.stdout[:200]}`"
+
+
+def _show(contribution: Contribution, bench: Bench, request: Request, results: dict) -> None:
+    told = ["integration bench", bench.name, *["--smoke"] * request.smoke]
+    told += ["--", shlex.join(request.options)] if request.options else []
+    record = evidence.record(contribution, " ".join(told), results)
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console.print(f"[bold]{bench.name}[/]: {bench.what}", soft_wrap=True)
+    console.print(table(results, bench.columns))
+    machine = record["machine"]
+    gpus = f"{machine['gpus']} x {machine['gpu']}" if machine["gpus"] else "no GPU"
+    console.print(
+        f"{gpus}, {machine['cores']} cores, torch {record['torch']}, "
+        f"patch {contribution.sha256[:12]}"
+    )
+    for title, state in [*results["peers"].items(), *cannot(results)]:
+        console.print(f"{title}: {state}", soft_wrap=True)
+    if request.record:
+        file = evidence.write(
+            contribution, request.label or _label(machine), record["command"], results
+        )
+        console.print(f"evidence: {file.relative_to(paths.REPO)}", soft_wrap=True)
+        return
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    file = paths.outputs_dir() / "bench" / f"{bench.name}-{stamp}.json"
+    evidence.write_json(file, record)
+    console.print(f"figures: {file}", soft_wrap=True)
+
+
+def cannot(results: object) -> Iterator[tuple[str, str]]:
+    """Yield ``(who, why)`` of what a bench.py tried and could not run, wherever it says so."""
+    if isinstance(results, dict):
+        for key, value in results.items():
+            if key in ("cannot_run", "failed") and isinstance(value, dict):
+                yield from value.items()
+            else:
+                yield from cannot(value)
+    elif isinstance(results, list):
+        for item in results:
+            yield from cannot(item)
+
+
+def _label(machine: Mapping[str, str | int]) -> str:
+    """Name the evidence by the machine: ``bench-h200x2``, ``bench-cpu``."""
+    if not machine["gpus"]:
+        return "bench-cpu"
+    name = str(machine["gpu"]).partition(",")[0].split()[-1].lower()
+    return f"bench-{name}x{machine['gpus']}"
