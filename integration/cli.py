@@ -18,6 +18,7 @@ from integration.ladder.cli import ladder
 from integration.patchset.cli import env, patches
 from integration.plan.cli import plan
 from integration.proof.cli import test
+from integration.report.cli import report
 from integration.upstream.cli import drift, drop, pr, rebase
 
 app = typer.Typer(
@@ -33,6 +34,7 @@ app.command(name="launch")(launch)
 app.command(name="test")(test)
 app.command(name="ladder")(ladder)
 app.command(name="bench")(bench)
+app.command(name="report")(report)
 app.command(name="env")(env)
 for verb in (drift, rebase, drop, pr):
     patches.command()(verb)

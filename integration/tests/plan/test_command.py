@@ -34,7 +34,6 @@ def test_the_plan_of_the_1t_job(tmp_path):
     assert answer.stdout.splitlines()[-1] == "False"  # no torch
     assert "951.80 B parameters, 32.77 B active" in answer.stdout
     assert "boundary activations" in page.read_text()
-    assert "<script" not in page.read_text()
 
 
 @pytest.mark.parametrize(
@@ -53,7 +52,7 @@ def test_the_plan_of_the_1t_job(tmp_path):
         (("jupiter_1t", "--without", "shared_rop_cache"), "did you mean shared_rope_cache?"),
         (("jupiter_1t", "--layers", "2"), "cut the config slice, and jupiter_1t was asked for"),
         (("jupiter_1t", "--ep", "0"), "--ep"),
-        (("slice", "--html", "/nowhere/plan.html"), "cannot be written"),
+        (("slice", "--html", "/nowhere/plan.html"), "expected to write the page to /nowhere/plan"),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments, words):

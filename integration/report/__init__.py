@@ -1,0 +1,1 @@
+"""The report: one static page of what was measured, planned and trained."""

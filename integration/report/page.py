@@ -1,0 +1,203 @@
+"""A static page: everything inlined, so that it opens from a disk, a mail or a CI artifact.
+
+The plotting library is plotly.js, whole (4.8 MB): a page that loads it from elsewhere shows nothing
+on a compute node, and a chart that can be zoomed is worth it in the timeline.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from integration.errors import UserError
+from integration.report.charts import Chart
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows of text. A cell in ``Html`` is put in as it is."""
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    numbers: bool = True  # all but the first column to the right
+
+
+class Html(str):
+    """Markup, not text to be escaped."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Missing:
+    """What a section would show, and the command that makes it."""
+
+    what: str
+    command: str
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Charts side by side, where there is room."""
+
+    charts: tuple[Chart, ...]
+
+
+Block = Chart | Table | Missing | Beside | Html | str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A heading, what stands below it, and the command that made its figures."""
+
+    title: str
+    blocks: Sequence[Block]
+    command: str = ""
+
+    @property
+    def anchor(self) -> str:
+        return "-".join("".join(c if c.isalnum() else " " for c in self.title.lower()).split())
+
+
+def write(path: Path, title: str, lead: str, sections: Sequence[Section]) -> None:
+    """Write the page beside, and rename.
+
+    Raises:
+        UserError: it cannot be written there.
+    """
+    text = render(title, lead, sections)
+    beside = path.with_name(path.name + ".part")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        raise UserError(
+            f"expected to write the page to {path}, found: {error.strerror}; none was written: "
+            f"name another file"
+        ) from None
+
+
+def render(title: str, lead: str, sections: Sequence[Section]) -> str:
+    """Return the page's HTML. ``lead`` is text below the title."""
+    numbered = _Numbered()
+    body = "\n".join(_section(section, numbered) for section in sections)
+    links = "".join(f'<li><a href="#{s.anchor}">{escape(s.title)}</a></li>' for s in sections)
+    contents = f'<nav aria-label="Contents"><ul>{links}</ul></nav>' if len(sections) > 1 else ""
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<link rel="icon" href="data:,">
+<title>{escape(title)}</title>
+<style>
+{(HERE / "page.css").read_text(encoding="utf-8")}</style>
+</head>
+<body>
+<a class="skip" href="#content">Skip to the content</a>
+<header><h1>{escape(title)}</h1><p>{escape(lead)}</p>{contents}</header>
+<noscript><p>Charts need JavaScript; their numbers are in the tables below each.</p></noscript>
+<main id="content">
+{body}
+</main>
+<script>{_plotly()}</script>
+<script>
+{(HERE / "page.js").read_text(encoding="utf-8")}</script>
+</body>
+</html>
+"""
+
+
+class _Numbered:
+    """Gives each chart a number of its own, for its ids."""
+
+    def __init__(self) -> None:
+        self.last = 0
+
+    def next(self) -> int:
+        self.last += 1
+        return self.last
+
+
+def _section(section: Section, numbered: _Numbered) -> str:
+    blocks = "\n".join(_block(block, numbered) for block in section.blocks)
+    source = f'<p class="command">{_command(section.command)}</p>' if section.command else ""
+    return (
+        f'<section id="{section.anchor}"><h2>{escape(section.title)}</h2>\n{source}\n{blocks}\n'
+        "</section>"
+    )
+
+
+def _block(block: Block, numbered: _Numbered) -> str:
+    match block:
+        case Chart():
+            return _chart(block, numbered.next())
+        case Table():
+            return _table(block)
+        case Beside():
+            charts = "\n".join(_chart(chart, numbered.next()) for chart in block.charts)
+            return f'<div class="pair">{charts}</div>'
+        case Missing():
+            return f'<p class="missing">{escape(block.what)} Made by {_command(block.command)}</p>'
+        case Html():
+            return block
+    return f"<p>{escape(block)}</p>"
+
+
+def _chart(chart: Chart, number: int) -> str:
+    name = f"chart-{number}"
+    legend = "".join(
+        f'<li><button type="button" aria-pressed="true" aria-controls="{name}" '
+        f'data-name="{escape(label)}"><span style="background:{colour}"></span>{escape(label)}'
+        "</button></li>"
+        for label, colour in chart.legend
+    )
+    legend = f'<ul class="legend" aria-label="Shown or hidden">{legend}</ul>' if legend else ""
+    note = f"<p>{escape(chart.note)}</p>" if chart.note else ""
+    # What ends a script would end this one, also within JSON's strings.
+    figure = chart.json().replace("</", "<\\/")
+    numbers = _table(Table(heads=chart.heads, rows=chart.rows))
+    return f"""<figure>
+<figcaption>{escape(chart.title)}</figcaption>
+{legend}
+<div class="chart" id="{name}" style="height:{chart.height}px" role="img"
+ aria-label="{escape(chart.title)}; its numbers are below"></div>
+<script type="application/json" id="{name}-figure">{figure}</script>
+{note}
+<details><summary>Numbers</summary>
+{numbers}
+</details>
+</figure>"""
+
+
+def _table(table: Table) -> str:
+    heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in table.heads)
+    rows = "".join("<tr>" + "".join(_cell(cell) for cell in row) + "</tr>" for row in table.rows)
+    title = f"<caption>{escape(table.title)}</caption>" if table.title else ""
+    kind = "numbers" if table.numbers else "words"
+    # Wider than a telephone: it scrolls within itself, and the keyboard reaches it.
+    name = escape(table.title or "Table")
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{name}">'
+        f'<table class="{kind}">{title}<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
+        "</div>"
+    )
+
+
+def _cell(text: str) -> str:
+    long = ' class="long"' if len(text) > 24 else ""  # not a number: it may be broken
+    return f"<td{long}>{text if isinstance(text, Html) else escape(text)}</td>"
+
+
+def _command(command: str) -> str:
+    return f"<code>{escape(command)}</code>"
+
+
+def _plotly() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return get_plotlyjs()
