@@ -274,8 +274,8 @@ def _labels(y: int, row: Bar) -> list[dict[str, Any]]:
         right = {"x": 1, "xanchor": "right", "align": "right", "xshift": 0}
         found.append(_label(y, row.text) | right)
     if row.note:
-        short = row.note if len(row.note) <= 46 else row.note[:45] + "…"
-        found.append(_label(y, f"<i>{short}</i>") | {"yshift": 0, "hovertext": row.note})
+        # The page's script cuts it to the chart's width, and shows it whole to a pointer.
+        found.append(_label(y, row.note) | {"yshift": 0, "name": "note"})
     return found
 
 

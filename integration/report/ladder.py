@@ -149,7 +149,12 @@ def _table(rungs: Sequence[Record]) -> Table:
                 str(rung["numbers"]),
             )
         )
-    return Table(heads=heads, rows=rows, title="Each rung")
+    used = [n for n in range(len(heads)) if n == 0 or any(row[n] for row in rows)]
+    return Table(
+        heads=[heads[n] for n in used],
+        rows=[[row[n] for n in used] for row in rows],
+        title="Each rung",
+    )
 
 
 def _most(rung: Record, key: str, form: Any) -> str:

@@ -5,8 +5,14 @@ const colour = (name) => getComputedStyle(document.documentElement).getPropertyV
 function themed(layout, width) {
   const ink = colour("--ink"), line = colour("--line");
   const axis = { gridcolor: line, linecolor: line, tickcolor: line };
+  const room = Math.floor(width / 7); // characters
+  const clipped = (a) =>
+    a.name !== "note" || a.text.length <= room
+      ? a
+      : { ...a, text: a.text.slice(0, room - 1) + "…", hovertext: a.text };
   return {
     ...layout,
+    annotations: (layout.annotations || []).map(clipped),
     // A long name and its figure side by side, also on a telephone.
     font: { family: getComputedStyle(document.body).fontFamily, size: width < 480 ? 11 : 13, color: ink },
     paper_bgcolor: "rgba(0,0,0,0)",

@@ -4,6 +4,7 @@ The plotting library is plotly.js, whole (4.8 MB): a page that loads it from els
 on a compute node, and a chart that can be zoomed is worth it in the timeline.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -99,7 +100,7 @@ def render(title: str, lead: str, sections: Sequence[Section]) -> str:
 </head>
 <body>
 <a class="skip" href="#content">Skip to the content</a>
-<header><h1>{escape(title)}</h1><p>{escape(lead)}</p>{contents}</header>
+<header><h1>{escape(title)}</h1><p>{_prose(lead)}</p>{contents}</header>
 <noscript><p>Charts need JavaScript; their numbers are in the tables below each.</p></noscript>
 <main id="content">
 {body}
@@ -145,7 +146,12 @@ def _block(block: Block, numbered: _Numbered) -> str:
             return f'<p class="missing">{escape(block.what)} Made by {_command(block.command)}</p>'
         case Html():
             return block
-    return f"<p>{escape(block)}</p>"
+    return f"<p>{_prose(block)}</p>"
+
+
+def _prose(text: str) -> str:
+    """Return text as markup; a command in backquotes becomes code."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def _chart(chart: Chart, number: int) -> str:
@@ -157,7 +163,7 @@ def _chart(chart: Chart, number: int) -> str:
         for label, colour in chart.legend
     )
     legend = f'<ul class="legend" aria-label="Shown or hidden">{legend}</ul>' if legend else ""
-    note = f"<p>{escape(chart.note)}</p>" if chart.note else ""
+    note = f"<p>{_prose(chart.note)}</p>" if chart.note else ""
     # What ends a script would end this one, also within JSON's strings.
     figure = chart.json().replace("</", "<\\/")
     numbers = _table(Table(heads=chart.heads, rows=chart.rows))

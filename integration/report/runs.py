@@ -1,9 +1,11 @@
 """Loss curves of training runs, from TorchTitan's TensorBoard files."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from integration.errors import UserError
+from integration.job.run import Run
 from integration.report import ladder
 from integration.report.charts import Chart, lines
 from integration.report.page import Block, Missing, Section
@@ -38,9 +40,18 @@ def section(records: Sequence[ladder.Record], folders: Sequence[Path]) -> Sectio
     if not blocks:
         blocks = [Missing(what="No run was given, and no ladder is kept.", command=COMMAND)]
         return Section(title="Loss", blocks=blocks)
-    commands = [f"integration report {' '.join(map(str, folders))}"] if folders else []
-    commands += [record["command"] for record in records]
-    return Section(title="Loss", blocks=blocks, command="; ".join(commands))
+    commands = [*map(_command, folders), *(record["command"] for record in records)]
+    return Section(title="Loss", blocks=blocks, command="; ".join(dict.fromkeys(commands)))
+
+
+def _command(folder: Path) -> str:
+    """Return what started the run, as far as its folder says."""
+    try:
+        job = Run(folder).job()
+    except UserError:
+        return f"a training in {_name(folder)}"
+    options = f" -- {shlex.join(job.options)}" if job.options else ""
+    return f"integration train {job.config}{options}"
 
 
 def _name(folder: Path) -> str:

@@ -28,7 +28,8 @@ KINDS = {
 MICROSECOND = 1e-6
 # A chart 1,000 pixels wide shows no gap that is smaller than this share of it.
 VISIBLE = 1 / 1500
-ANNOTATED = re.compile(r"optimizer|forward|backward", re.IGNORECASE)
+# Not FSDP2's, one a layer.
+ANNOTATED = re.compile(r"^(?!FSDP).*(optimizer|forward|backward)", re.IGNORECASE)
 
 
 HOST = "host"
