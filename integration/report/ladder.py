@@ -66,18 +66,27 @@ def _blocks(record: Record) -> list[Block]:
         f"{record['torch']}, TorchTitan {record['torchtitan']}, {record['date']}. Losses are equal "
         "where the patches' headers say so: see the numbers."
     ]
-    charts = [_rates(record, climb, "Tokens/s a GPU, adding one by one")] if climb else []
+    charts = []
+    if _any_ran(climb):
+        charts.append(_rates(record, climb, "Tokens/s a GPU, adding one by one"))
     if record.get("published"):
         charts.append(_published(record["published"]))
     blocks.append(Beside(tuple(charts)))
-    if without:
-        full = [{**rung, "label": "full set"} for rung in climb[-1:]]
+    if _any_ran(without):
+        # Not where only some contributions were asked for.
+        whole = [rung for rung in climb if len(rung["set"]) == len(record["patches"])]
+        full = [{**rung, "label": "full set"} for rung in whole[-1:]]
         blocks.append(_rates(record, [*full, *without], "Tokens/s a GPU, the full set less one"))
     timed = [r for r in record["rungs"] if r["status"] == "ok"]
     if timed:
         blocks.append(_phases(timed))
     blocks.append(_table(record["rungs"]))
     return blocks
+
+
+def _any_ran(rungs: Sequence[Record]) -> bool:
+    """Tell whether there is anything to draw; the table says why there is not."""
+    return any(rung["status"] == "ok" for rung in rungs)
 
 
 def _rates(record: Record, rungs: Sequence[Record], name: str) -> Chart:

@@ -14,6 +14,8 @@ from integration.errors import UserError
 from integration.report.charts import Chart
 
 HERE = Path(__file__).parent
+LONG = 24  # characters: more is no number
+_LONG = {False: "", True: ' class="long"'}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,8 +183,18 @@ def _chart(chart: Chart, number: int) -> str:
 
 
 def _table(table: Table) -> str:
-    heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in table.heads)
-    rows = "".join("<tr>" + "".join(_cell(cell) for cell in row) + "</tr>" for row in table.rows)
+    # A column with a sentence in it: to the left, and it may be broken.
+    long = [any(len(row[n]) > LONG for row in table.rows) for n in range(len(table.heads))]
+    heads = "".join(
+        f'<th scope="col"{_LONG[wide]}>{escape(head)}</th>'
+        for head, wide in zip(table.heads, long, strict=True)
+    )
+    rows = "".join(
+        "<tr>"
+        + "".join(f"<td{_LONG[w]}>{_cell(c)}</td>" for c, w in zip(row, long, strict=True))
+        + "</tr>"
+        for row in table.rows
+    )
     title = f"<caption>{escape(table.title)}</caption>" if table.title else ""
     kind = "numbers" if table.numbers else "words"
     # Wider than a telephone: it scrolls within itself, and the keyboard reaches it.
@@ -195,8 +207,7 @@ def _table(table: Table) -> str:
 
 
 def _cell(text: str) -> str:
-    long = ' class="long"' if len(text) > 24 else ""  # not a number: it may be broken
-    return f"<td{long}>{text if isinstance(text, Html) else escape(text)}</td>"
+    return text if isinstance(text, Html) else escape(text)
 
 
 def _command(command: str) -> str:

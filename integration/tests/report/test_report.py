@@ -88,6 +88,14 @@ def test_ladder_figures_are_the_record_s() -> None:
     assert [row[0] for row in losses.rows] == ["pristine + cpu_device and 3 equal to it"]
 
 
+def test_a_ladder_of_which_nothing_ran_is_a_table_of_reasons() -> None:
+    failed = samples.ladder()["rungs"][3]
+    section = ladder.section([samples.ladder(rungs=[failed | {"kind": "base"}, failed])])
+    text = page.render("t", "", [section])
+    assert text.count("did not run: out of GPU memory") == 2
+    assert "adding one by one" not in text
+
+
 def test_a_file_of_another_kind_or_a_folder_without_steps_is_refused(tmp_path: Path) -> None:
     other = samples.write(tmp_path / "other.json", {"kind": "bench"})
     for given in (other, tmp_path, tmp_path / "nowhere"):
