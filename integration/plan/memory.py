@@ -58,7 +58,7 @@ def of_rank(job: JobSpec, cluster: Cluster, levers: Levers, rank: int) -> RankMe
     """Return the memory of ``rank``."""
     place = Place.of(job, rank)
     mine = held(job, place)
-    state = _state(job, levers, mine)
+    state = sharded_state(job, levers, mine)
     always = {
         **({} if job.cpu_offload else state),
         "boundary activations": _boundaries_on_gpu(job, levers, place.stage),
@@ -112,10 +112,10 @@ def head_gathered(job: JobSpec) -> int:
 
 
 def rope_bytes(job: JobSpec, levers: Levers, stage: int) -> int:
-    """``max_seq_len`` x (cos and sin of ``head_dim``) in fp32, for each layer or for all of a
-    stage together (models/common/rope.py, ``CosSinRoPE``)."""
-    shape = job.shape
-    one = shape.max_seq_len * 2 * shape.head_dim * FP32
+    """``seq_len`` x (cos and sin of ``head_dim``) in fp32, for each layer or for all of a stage
+    together (models/common/rope.py, ``CosSinRoPE``, whose ``max_seq_len`` the trainer sets to the
+    sequence's)."""
+    one = job.seq_len * 2 * job.shape.head_dim * FP32
     return one * (1 if levers.shared_rope_cache else layers_of_stage(job, stage))
 
 
@@ -160,7 +160,7 @@ def _power_of_two(size: float) -> int:
     return 1 << max(0, int(size) - 1).bit_length()
 
 
-def _state(job: JobSpec, levers: Levers, mine: list[Held]) -> dict[str, float]:
+def sharded_state(job: JobSpec, levers: Levers, mine: list[Held]) -> dict[str, float]:
     """fp32 parameters, gradients and optimizer state of this rank's shards."""
     muon = uses_muon(job, levers)
     numel = sum(h.count * h.numel for h in mine)

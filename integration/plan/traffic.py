@@ -76,11 +76,15 @@ def table(found: list[Flow]) -> dict[str, dict[str, float]]:
 def gathers(job: JobSpec, levers: Levers, kind: Kind) -> tuple[int, int]:
     """Return how often a step gathers ``kind`` in (forward, backward).
 
-    Resharded after forward, so twice; under pipelining not resharded, so once; the head is kept
-    from the loss to its backward; the embedding's backward needs no weight
-    (distributed/fsdp.py, ``apply_fsdp_to_decoder``). Recomputation finds the weights gathered.
+    Resharded after forward, so twice; under pipelining not resharded, so once. The embedding's
+    backward needs no weight (distributed/fsdp.py, ``apply_fsdp_to_decoder``). The head is kept from
+    the last norm through all chunks of the loss, forward and backward, and resharded; the backward
+    of that norm, of the same FSDP group, gathers both again, in every microbatch
+    (components/loss.py, ``ChunkedLossWrapper``). Recomputation finds the weights gathered.
     """
-    once = kind.role == "head" or job.layout.pp > 1
+    if kind.role == "head":
+        return activations.microbatches(job), activations.microbatches(job)
+    once = job.layout.pp > 1
     skipped = kind.role == "embedding" and levers.embedding_skip_backward_gather
     return 1, int(not once and not skipped)
 
@@ -94,10 +98,12 @@ def _weights(job: JobSpec, levers: Levers, mesh: dict[str, Axis], stage: int) ->
         part = "experts" if kind.role == "expert" else "dense"
         full = count[kind.role] * gathered_bytes(job, kind)
         forward, backward = gathers(job, levers, kind)
+        # Summed over microbatches before, but for the head, whose last chunk reduces.
+        reduced = activations.microbatches(job) if kind.role == "head" else 1
         for cause, size in (
             (GATHER_FORWARD, forward * full),
             (GATHER_BACKWARD, backward * full),
-            (REDUCE, full * FP32 // BF16),
+            (REDUCE, reduced * full * FP32 // BF16),
         ):
             found += _both(cause, part, axis.gather(size))
     return found
@@ -148,10 +154,12 @@ def _activations(job: JobSpec, mesh: dict[str, Axis], stage: int) -> list[Flow]:
 
 
 def _muon(job: JobSpec, levers: Levers, mesh: dict[str, Axis], place: Place) -> list[Flow]:
-    """Matrices that FSDP has cut go to one rank and back, bf16; experts that are whole do not.
+    """Matrices that FSDP has cut go to one rank and back, fp32; experts that are whole do not.
 
-    A rank sends its shards and gets its directions back: 2 B a parameter each way. Source:
-    distributed/flex_shard/dist_muon.py (packed all-to-all).
+    A rank sends its shards and gets its directions back: 4 B a parameter each way, and as much of
+    the matrices that it computes; which rank computes which is left out, so this is the mean over
+    the ranks. Source: distributed/flex_shard/dist_muon.py (packed all-to-all, in the parameters'
+    dtype).
     """
     if not uses_muon(job, levers):
         return []
@@ -162,7 +170,7 @@ def _muon(job: JobSpec, levers: Levers, mesh: dict[str, Axis], place: Place) -> 
         if not mine.kind.muon or (expert and whole):
             continue
         axis = mesh["efsdp" if expert else "dp_shard"]
-        sent = 2.0 * BF16 * mine.count * mine.numel
+        sent = 2.0 * FP32 * mine.count * mine.numel
         part = "experts" if expert else "dense"
         found += _both(MUON, part, axis.all_to_all(sent))
     return found

@@ -53,15 +53,15 @@ GB a step and GPU    ┃ InfiniBand NDR200 ┃ NVLink 4 ┃ C2C in ┃ C2C out
 ━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━╇━━━━━━━━
 all-gather, forward  │            470.94 │    19.82 │        │
 reduce-scatter       │            941.88 │    39.64 │        │
-all-gather, backward │            469.39 │    15.10 │        │
+all-gather, backward │            470.16 │    17.46 │        │
 expert all-to-all    │                   │ 2,145.34 │        │
-Muon                 │              0.10 │     0.00 │        │
-parameter copies     │                   │          │  19.80 │
+Muon                 │              0.21 │     0.00 │        │
+parameter copies     │                   │          │  19.82 │
 gradient copies      │                   │          │        │    9.92
 optimizer            │                   │          │  29.65 │   19.76
 activation offload   │                   │          │  58.79 │   58.79
 ─────────────────────┼───────────────────┼──────────┼────────┼────────
-all                  │          1,882.32 │ 2,219.91 │ 108.23 │   88.47
+all                  │          1,883.20 │ 2,222.27 │ 108.25 │   88.47
 """,
         )
 
@@ -76,7 +76,7 @@ shared_rope_cache              │   +4.56 │          │            │
 fsdp_unshard_async_op          │  +12.32 │          │            │
 embedding_skip_backward_gather │         │          │      +0.78 │          +0.03
 activation_offload             │  +53.25 │   -54.75 │            │
-flex_shard_muon                │         │    +9.20 │      -0.10 │          +0.05
+flex_shard_muon                │         │    +9.20 │      -0.21 │          +0.05
 flex_shard_newton_schulz       │         │          │            │         +46.05
 """,
         )
@@ -87,8 +87,8 @@ flex_shard_newton_schulz       │         │          │            │      
             """\
 phase     ┃ seconds ┃ bound by ┃ busy beside it
 ━━━━━━━━━━╇━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
-forward   │    0.99 │ GPU      │ InfiniBand HDR100 0.84, NVLink 3 0.04
-backward  │    2.76 │ GPU      │ InfiniBand HDR100 1.67, NVLink 3 0.08
+forward   │    0.99 │ GPU      │ InfiniBand HDR100 0.97, NVLink 3 0.04
+backward  │    2.76 │ GPU      │ InfiniBand HDR100 2.07, NVLink 3 0.10
 optimizer │    0.01 │ GPU      │
 bubble    │    0.47 │ pipeline │
 ──────────┼─────────┼──────────┼──────────────────────────────────────
