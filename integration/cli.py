@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from integration.bench.cli import bench
+from integration.dryrun.cli import dryrun
 from integration.errors import UserError
 from integration.job.cli import train
 from integration.job.slurm.cli import launch
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 app.command(name="train")(train)
 app.command(name="plan")(plan)
+app.command(name="dryrun")(dryrun)
 app.command(name="launch")(launch)
 app.command(name="test")(test)
 app.command(name="ladder")(ladder)

@@ -60,3 +60,13 @@ def free_port(asked: int | None) -> int:
 def cores() -> int:
     """Return the cores that this process may run on."""
     return len(os.sched_getaffinity(0))
+
+
+def peak_resident_set() -> int:
+    """Return this process's peak resident set in bytes.
+
+    Not ``getrusage``, whose peak survives ``exec``: a rank would report its launcher's.
+    """
+    status = Path("/proc/self/status").read_text()
+    kib = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
+    return int(kib) * 1024

@@ -17,6 +17,7 @@ from torchtitan.trainer import Trainer
 
 from integration.job.host_check import check_host_memory, checked
 from integration.job.layout import END_FILE
+from integration.job.machine import peak_resident_set
 
 # What schedulers send. Where ranks were sent different ones, the higher number is named.
 STOPS = (signal.SIGTERM, signal.SIGUSR1)
@@ -115,13 +116,3 @@ class JobTrainer(Trainer):
             beside = path.with_suffix(".part")
             beside.write_text(json.dumps(end) + "\n")
             os.replace(beside, path)
-
-
-def peak_resident_set() -> int:
-    """Return this process's peak resident set in bytes.
-
-    Not ``getrusage``, whose peak survives ``exec``: a rank would report its launcher's.
-    """
-    status = Path("/proc/self/status").read_text()
-    kib = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
-    return int(kib) * 1024

@@ -1,0 +1,82 @@
+"""The dry run beside the plan: bytes by cause, parameters by kind. No torch here."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from integration.dryrun import causes
+from integration.job.spec import JobSpec
+from integration.plan import memory, traffic
+from integration.plan.cluster import load
+from integration.plan.levers import Levers
+from integration.plan.params import Place, held
+
+FIELDS = ("parameters", "gradients", "optimizer state", "RoPE caches")
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One number of both; ``plan`` is None where the planner does not count it."""
+
+    name: str
+    plan: float | None
+    found: float
+
+    @property
+    def difference(self) -> float | None:
+        """How far the plan is above (+) or below (-) what the dry run found."""
+        if self.plan is None or not self.found:
+            return None if not self.plan else float("inf")
+        return self.plan / self.found - 1
+
+
+def levers(without: tuple[str, ...]) -> Levers:
+    """Return the planner's levers; a contribution that it does not count changes nothing."""
+    return Levers().without(*(name for name in without if name in Levers.names()))
+
+
+def parameters(job: JobSpec, rank: int, found: dict[str, Any]) -> dict[str, Pair]:
+    """Return elements that the rank holds of each kind of parameter, by name."""
+    planned = {h.kind.name: float(h.count * h.numel) for h in held(job, Place.of(job, rank))}
+    rows = {
+        row["name"].removeprefix("layers.*."): float(row["count"] * prod(row["local_shape"]))
+        for row in found["placements"]
+    }
+    return {
+        name: Pair(name, planned.get(name, 0.0), rows.get(name, 0.0))
+        for name in dict.fromkeys([*rows, *planned])
+    }
+
+
+def traffic_by_cause(
+    job: JobSpec, rank: int, without: tuple[str, ...], found: dict[str, Any]
+) -> list[Pair]:
+    """Return bytes that the rank receives in a step, by cause.
+
+    Muon's are the mean over the ranks in both: which ones compute a matrix is DistMuon's choice.
+    """
+    flows = traffic.flows(job, load(job.cluster), levers(without), rank)
+    planned: dict[str, float] = defaultdict(float)
+    for flow in flows:
+        if flow.link in (traffic.NETWORK, traffic.NODE):
+            planned[flow.cause] += flow.bytes
+    received: dict[str, float] = defaultdict(float)
+    for row in found["collectives"]:
+        received[row["cause"]] += row["received"]
+    if causes.MUON in received:
+        received[causes.MUON] = found["muon_mean_bytes"]
+    return [
+        Pair(cause, None if cause in causes.SMALL else planned[cause], received[cause])
+        for cause in (*causes.PLANNED, *causes.SMALL)
+        if planned[cause] or received[cause]
+    ]
+
+
+def state(job: JobSpec, rank: int, without: tuple[str, ...], found: dict[str, Any]) -> list[Pair]:
+    """Return bytes that stay between steps, by the planner's items."""
+    chosen = levers(without)
+    place = Place.of(job, rank)
+    planned = memory.sharded_state(job, chosen, held(job, place))
+    planned["RoPE caches"] = float(memory.rope_bytes(job, chosen, place.stage))
+    return [Pair(name, planned[name], found["memory"][name]) for name in FIELDS]

@@ -1,0 +1,131 @@
+"""A dry run as tables on the terminal."""
+
+from math import prod
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from integration.dryrun import causes, compare
+from integration.dryrun.compare import Pair
+from integration.dryrun.request import Request
+from integration.job.spec import JobSpec
+from integration.plan.cluster import GIB
+from integration.plan.render import GIGA
+
+MIB = 2**20
+
+
+def show(job: JobSpec, request: Request, found: dict[str, Any], out: Console) -> None:
+    """Print placements, collectives, memory and checks, as far as the dry run came."""
+    layout, rank = job.layout, request.rank
+    stage = rank // (job.ranks // layout.pp)
+    where = f", stage {stage} of {layout.pp}: only what this stage runs" if layout.pp > 1 else ""
+    out.print(
+        f"[bold]{job.name}[/] as rank {rank} of {job.ranks}{where}; {job.shape.layers} layers, "
+        f"{len(found['contributions'])} contributions",
+        soft_wrap=True,
+    )
+    out.print(_placements(job, rank, found))
+    if "collectives" in found:
+        out.print(_collectives(found))
+        out.print(_causes(compare.traffic_by_cause(job, rank, request.without, found)))
+        out.print(_state(compare.state(job, rank, request.without, found)))
+        out.print(_peaks(found))
+    for check in found["checks"]:
+        if check["why_not"]:
+            mark, why = "[yellow]not asked[/]", f": {check['why_not']}"
+        elif check["broken"]:
+            mark, why = "[red]broken[/]", f": {check['broken']}"
+        else:
+            mark, why = "[green]holds[/]", ""
+        out.print(f"{mark}  {check['name']}{escape(why)}", soft_wrap=True)
+    for phase, cost in found["cost"].items():
+        out.print(
+            f"{phase}: {cost['seconds']:.1f} s, {cost['peak_host_bytes'] / GIB:.2f} GiB at most"
+        )
+
+
+def _placements(job: JobSpec, rank: int, found: dict[str, Any]) -> Table:
+    table = _table("parameter", "of it", "mesh", "placements", "shape", "on this rank", "MiB")
+    for row in found["placements"]:
+        size = 4 * row["count"] * prod(row["local_shape"])
+        table.add_row(
+            row["name"],
+            str(row["count"]),
+            row["mesh"],
+            row["placements"],
+            _shape(row["shape"]),
+            _shape(row["local_shape"]),
+            f"{size / MIB:,.2f}",
+        )
+    pairs = compare.parameters(job, rank, found).values()
+    here, planned = (sum(getattr(p, name) or 0 for p in pairs) for name in ("found", "plan"))
+    table.add_section()
+    table.add_row("[bold]all[/]", "", "", "", "", f"{here:,.0f}", f"{4 * here / MIB:,.2f}")
+    table.add_row("plan", "", "", "", "", f"{planned:,.0f}", f"{4 * planned / MIB:,.2f}")
+    return table
+
+
+def _collectives(found: dict[str, Any]) -> Table:
+    table = _table("collective", "operator", "axis", "of", "calls", "GB sent", "GB received")
+    for row in found["collectives"]:
+        table.add_row(
+            row["cause"],
+            row["op"],
+            row["axis"],
+            row["part"],
+            f"{row['calls']:,}",
+            f"{row['sent'] / GIGA:,.4f}",
+            f"{row['received'] / GIGA:,.4f}",
+        )
+    return table
+
+
+def _causes(pairs: list[Pair]) -> Table:
+    table = _table("received, by cause", "dry run GB", "plan GB", "differs")
+    for pair in pairs:
+        name = f"{pair.name}, mean of the ranks" if pair.name == causes.MUON else pair.name
+        _row(table, name, pair, GIGA)
+    return table
+
+
+def _state(pairs: list[Pair]) -> Table:
+    table = _table("kept between steps", "dry run GiB", "plan GiB", "differs")
+    for pair in pairs:
+        _row(table, pair.name, pair, GIB)
+    return table
+
+
+def _peaks(found: dict[str, Any]) -> Table:
+    """Peaks beside what is kept; offloaded boundaries are in them, as fake tensors stay put."""
+    peaks = found["peaks"]
+    table = _table("most at once (GiB)", *peaks)
+    for item in dict.fromkeys(item for peak in peaks.values() for item in peak):
+        sizes = [peak.get(item, 0) / GIB for peak in peaks.values()]
+        if max(sizes) >= 0.005:
+            table.add_row(item, *(f"{size:.2f}" for size in sizes))
+    table.add_section()
+    totals = (sum(peak.values()) / GIB for peak in peaks.values())
+    table.add_row("[bold]all[/]", *(f"{total:.2f}" for total in totals))
+    return table
+
+
+def _row(table: Table, name: str, pair: Pair, unit: float) -> None:
+    differs = "" if pair.difference is None else f"{pair.difference:+.1%}"
+    plan = "" if pair.plan is None else f"{pair.plan / unit:,.4f}"
+    table.add_row(name, f"{pair.found / unit:,.4f}", plan, differs)
+
+
+def _shape(sizes: list[int]) -> str:
+    return " x ".join(map(str, sizes))
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(show_edge=False, pad_edge=False, title_justify="left")
+    table.add_column(title)
+    text = ("mesh", "placements", "operator", "axis", "of")
+    for column in columns:
+        table.add_column(column, justify="left" if column in text else "right")
+    return table

@@ -1,0 +1,50 @@
+"""What a dry run says to a machine, and with which exit code it ends. No torch here."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from integration.dryrun import compare
+from integration.dryrun.request import Request
+from integration.errors import UserError
+from integration.job.spec import JobSpec
+
+
+def write(path: Path, job: JobSpec, request: Request, found: dict[str, Any]) -> None:
+    """Write ``found`` as JSON, with what was asked and the plan's numbers beside it.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    plan = {"parameters": list(map(asdict, compare.parameters(job, request.rank, found).values()))}
+    if "collectives" in found:
+        asked = (job, request.rank, request.without, found)
+        plan["received"] = list(map(asdict, compare.traffic_by_cause(*asked)))
+        plan["state"] = list(map(asdict, compare.state(*asked)))
+    values = {
+        "kind": "dryrun",
+        "config": job.name,
+        "rank": request.rank,
+        "world": job.ranks,
+        "layers": job.shape.layers,
+        **found,
+        "beside_the_plan": plan,
+    }
+    try:
+        path.write_text(json.dumps(values, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(
+            f"the dry run cannot be written to {path} ({error.strerror}); name another file with "
+            "--json"
+        ) from None
+
+
+def complaint(found: dict[str, Any]) -> UserError | None:
+    """Return the error to end with: the fake step did not end, or a check is broken."""
+    if found["refused"]:
+        return UserError(f"{found['refused']}; see all of it with --debug", exit_code=1)
+    broken = [f"{c['name']}: {c['broken']}" for c in found["checks"] if c["broken"]]
+    if broken:
+        return UserError("not so: " + "; and ".join(broken), exit_code=1)
+    return None

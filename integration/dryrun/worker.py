@@ -1,0 +1,61 @@
+"""The process of a dry run: ``python -m integration.dryrun.worker REQUEST RESULT``.
+
+It runs on the overlay of the set that was asked for, and writes what it found as JSON: first the
+placements, then, over them, all.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from integration.dryrun import placements
+from integration.dryrun.request import Request
+from integration.job.machine import peak_resident_set
+
+
+def main(request_file: str, result_file: str) -> None:
+    """Run the request."""
+    request = Request.read(Path(request_file))
+    found: dict[str, Any] = {"refused": ""}
+    result = Path(result_file)
+
+    def note(phase: str) -> None:
+        cost = {"seconds": time.time() - request.started, "peak_host_bytes": peak_resident_set()}
+        found.setdefault("cost", {})[phase] = cost
+        beside = result.with_suffix(".part")
+        beside.write_text(json.dumps(found))
+        os.replace(beside, result)
+
+    def parallelised(parts: Sequence) -> None:
+        found["placements"] = placements.rows(parts)
+        found["checks"] = [asdict(check) for check in checks.of_placements(job, parts)]
+        note("placements")
+        if request.placements_only:
+            sys.exit(0)
+
+    # Imports take six seconds, and a mistake in the request none.
+    from integration.dryrun import checks, memory, muon_plan
+    from integration.dryrun.recorder import Recorder
+    from integration.dryrun.trainer import DryTrainer
+
+    job = request.job()
+    trainer = DryTrainer(job, request.rank, parallelised)
+    parts, optimizers = trainer.model_parts, trainer.optimizers
+    kept = [t for part in parts for t in (*part.parameters(), *part.buffers())]
+    recorder = Recorder(trainer.axes(), kept)
+    trainer.fake_step(recorder.watching(), recorder.during)
+    found["collectives"] = recorder.rows()
+    found["muon_mean_bytes"] = muon_plan.read(optimizers).mean_bytes
+    found["memory"] = memory.state(parts, optimizers)
+    found["peaks"] = recorder.live.peaks
+    found["checks"] += [asdict(check) for check in checks.of_step(parts, optimizers, recorder)]
+    note("whole")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
