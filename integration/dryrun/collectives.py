@@ -26,7 +26,7 @@ _OPS = {
     "recv_": RECEIVE,
 }
 # Only wait, or tell ranks of one another; no data.
-_SILENT = ("wait_tensor", "barrier", "monitored_barrier_")
+_SILENT = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,12 @@ from integration.plan.cluster import load
 from integration.plan.levers import Levers
 from integration.plan.params import Place, held
 
-FIELDS = ("parameters", "gradients", "optimizer state", "RoPE caches")
+KEPT = ("parameters", "gradients", "optimizer state", "RoPE caches")
+BOUNDARIES = "boundary activations"
+# Phase of the dry run -> the planner's moments that are in it.
+MOMENTS = {"loss": ("loss",), "backward": ("recomputation", "reduction")}
+# Kept through the step, or not of tensors.
+BESIDE = (*KEPT, BOUNDARIES, "NCCL", "CUDA context")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,4 +84,20 @@ def state(job: JobSpec, rank: int, without: tuple[str, ...], found: dict[str, An
     place = Place.of(job, rank)
     planned = memory.sharded_state(job, chosen, held(job, place))
     planned["RoPE caches"] = float(memory.rope_bytes(job, chosen, place.stage))
-    return [Pair(name, planned[name], found["memory"][name]) for name in FIELDS]
+    return [Pair(name, planned[name], found["memory"][name]) for name in KEPT]
+
+
+def peaks(job: JobSpec, rank: int, without: tuple[str, ...], found: dict[str, Any]) -> list[Pair]:
+    """Return most bytes at once of what comes and goes in a phase, boundary activations left out:
+    fake tensors are not offloaded."""
+    planned = memory.of_rank(job, load(job.cluster), levers(without), rank).moments
+    totals = {
+        name: sum(size for item, size in items.items() if item not in BESIDE)
+        for name, items in planned.items()
+    }
+    pairs = []
+    for phase, peak in found["peaks"].items():
+        moments = [totals[name] for name in MOMENTS.get(phase, ()) if name in totals]
+        size = sum(size for item, size in peak.items() if item != BOUNDARIES)
+        pairs.append(Pair(phase, max(moments, default=None), float(size)))
+    return pairs

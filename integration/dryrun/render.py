@@ -32,7 +32,7 @@ def show(job: JobSpec, request: Request, found: dict[str, Any], out: Console) ->
         out.print(_collectives(found))
         out.print(_causes(compare.traffic_by_cause(job, rank, request.without, found)))
         out.print(_state(compare.state(job, rank, request.without, found)))
-        out.print(_peaks(found))
+        out.print(_peaks(job, request, found))
     for check in found["checks"]:
         if check["why_not"]:
             mark, why = "[yellow]not asked[/]", f": {check['why_not']}"
@@ -43,7 +43,8 @@ def show(job: JobSpec, request: Request, found: dict[str, Any], out: Console) ->
         out.print(f"{mark}  {check['name']}{escape(why)}", soft_wrap=True)
     for phase, cost in found["cost"].items():
         out.print(
-            f"{phase}: {cost['seconds']:.1f} s, {cost['peak_host_bytes'] / GIB:.2f} GiB at most"
+            f"{phase}: {cost['seconds']:.1f} s, of which {cost['processor_seconds']:.1f} s of "
+            f"processor time; {cost['peak_host_bytes'] / GIB:.2f} GiB of host memory at most"
         )
 
 
@@ -98,17 +99,23 @@ def _state(pairs: list[Pair]) -> Table:
     return table
 
 
-def _peaks(found: dict[str, Any]) -> Table:
-    """Peaks beside what is kept; offloaded boundaries are in them, as fake tensors stay put."""
+def _peaks(job: JobSpec, request: Request, found: dict[str, Any]) -> Table:
+    """Memory of what comes and goes in a step. Boundary activations stand last and by themselves:
+    fake tensors are not offloaded, so all of them are here."""
     peaks = found["peaks"]
     table = _table("most at once (GiB)", *peaks)
-    for item in dict.fromkeys(item for peak in peaks.values() for item in peak):
+    items = dict.fromkeys(item for peak in peaks.values() for item in peak)
+    for item in (item for item in items if item != compare.BOUNDARIES):
         sizes = [peak.get(item, 0) / GIB for peak in peaks.values()]
         if max(sizes) >= 0.005:
             table.add_row(item, *(f"{size:.2f}" for size in sizes))
     table.add_section()
-    totals = (sum(peak.values()) / GIB for peak in peaks.values())
-    table.add_row("[bold]all[/]", *(f"{total:.2f}" for total in totals))
+    pairs = compare.peaks(job, request.rank, request.without, found)
+    table.add_row("[bold]all of these[/]", *(f"[bold]{pair.found / GIB:.2f}[/]" for pair in pairs))
+    plans = ("" if pair.plan is None else f"{pair.plan / GIB:.2f}" for pair in pairs)
+    table.add_row("plan", *plans)
+    waiting = (peak.get(compare.BOUNDARIES, 0) / GIB for peak in peaks.values())
+    table.add_row(compare.BOUNDARIES, *(f"{size:.2f}" for size in waiting))
     return table
 
 

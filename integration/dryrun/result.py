@@ -21,7 +21,8 @@ def write(path: Path, job: JobSpec, request: Request, found: dict[str, Any]) -> 
     if "collectives" in found:
         asked = (job, request.rank, request.without, found)
         plan["received"] = list(map(asdict, compare.traffic_by_cause(*asked)))
-        plan["state"] = list(map(asdict, compare.state(*asked)))
+        plan["kept"] = list(map(asdict, compare.state(*asked)))
+        plan["peaks"] = list(map(asdict, compare.peaks(*asked)))
     values = {
         "kind": "dryrun",
         "config": job.name,

@@ -1,0 +1,52 @@
+"""Dry runs as a user starts them: by the command."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from integration.paths import REPO
+
+# Of 5 per cent: bytes by cause, and parameters of each kind.
+AGREES = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Exit code, output, and what ``--json`` wrote (empty where it wrote nothing)."""
+
+    code: int
+    stdout: str
+    stderr: str
+    found: dict[str, Any]
+
+    def broken(self) -> set[str]:
+        return {check["name"] for check in self.found["checks"] if check["broken"]}
+
+    def received(self, cause: str, part: str | None = None) -> int:
+        return sum(
+            row["received"]
+            for row in self.found["collectives"]
+            if row["cause"] == cause and part in (None, row["part"])
+        )
+
+    def disagreements(self) -> list[str]:
+        """Return what the plan counts otherwise, by more than AGREES."""
+        beside = self.found["beside_the_plan"]
+        return [
+            f"{pair['name']}: {pair['plan']:,.0f} planned, {pair['found']:,.0f} found"
+            for pair in (*beside["parameters"], *beside["received"], *beside["kept"])
+            if pair["plan"] is not None
+            and abs(pair["plan"] - pair["found"]) > AGREES * pair["found"]
+        ]
+
+
+def dryrun(folder: Path, *arguments: str) -> Ended:
+    """Run ``integration dryrun`` with ``arguments``, writing into ``folder``."""
+    result = folder / "dryrun.json"
+    line = [sys.executable, "-m", "integration", "dryrun", *arguments, "--json", str(result)]
+    ended = subprocess.run(line, cwd=REPO, capture_output=True, text=True)
+    found = json.loads(result.read_text()) if result.exists() else {}
+    return Ended(ended.returncode, ended.stdout, ended.stderr, found)

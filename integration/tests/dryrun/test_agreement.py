@@ -1,0 +1,131 @@
+"""What a dry run finds: by hand where it can be counted by hand, and beside the plan."""
+
+import pytest
+
+from integration.tests.dryrun.runs import Ended, dryrun
+
+GIB = 2**30
+HIDDEN, EXPERT_HIDDEN, VOCAB = 6144, 1792, 256_000
+
+
+@pytest.fixture(scope="module")
+def jupiter(tmp_path_factory) -> Ended:
+    """Three layers: two that prefetch one another, and what is only once in the model."""
+    folder = tmp_path_factory.mktemp("jupiter")
+    return dryrun(folder, "jupiter_1t", "--rank", "17", "--layers", "3")
+
+
+def test_all_checks_hold_and_the_plan_agrees(jupiter):
+    assert jupiter.code == 0, jupiter.stderr
+    assert not jupiter.broken()
+    assert len(jupiter.found["checks"]) == 5
+    assert not jupiter.disagreements()
+    assert jupiter.found["cost"]["placements"]["peak_host_bytes"] < 2 * GIB
+    assert jupiter.found["cost"]["whole"]["peak_host_bytes"] < 2 * GIB
+
+
+def test_placements_of_one_rank_of_384(jupiter):
+    rows = {row["name"]: row for row in jupiter.found["placements"]}
+    expert = rows["layers.*.moe.routed_experts.inner_experts.w1_EFD"]
+    assert expert["count"] == 3
+    assert expert["mesh"] == "efsdp 96 x ep 4"
+    assert expert["local_shape"] == [1, EXPERT_HIDDEN, HIDDEN]  # one whole expert
+    embedding = rows["tok_embeddings.weight"]
+    assert embedding["shape"] == [VOCAB, HIDDEN]
+    assert embedding["local_shape"] == [667, HIDDEN]  # 256,000 / 384, rounded up
+    assert "layers.*.moe.routed_experts.inner_experts.w1_EFD" in jupiter.stdout
+
+
+def test_bytes_counted_by_hand(jupiter):
+    # 96 of 384 experts, gathered in bf16 over 96 ranks, in each of three layers.
+    experts = 3 * 96 * 3 * EXPERT_HIDDEN * HIDDEN * 2 * 95 // 96
+    assert jupiter.received("all-gather, forward", "experts") == experts
+    assert jupiter.received("all-gather, backward", "experts") == experts
+    assert jupiter.received("reduce-scatter", "experts") == 2 * experts  # fp32
+    # Each of 65,536 tokens to 8 experts and back, three quarters of them on other ranks; again in
+    # recomputation and in backward.
+    tokens = 65_536 * 8 * HIDDEN * 2 * 3 // 4
+    assert jupiter.received("expert all-to-all") == 3 * 3 * 2 * tokens
+    # Embedding and head in forward; in backward the head alone.
+    table = 667 * 384 * HIDDEN * 2 * 383 / 384
+    difference = jupiter.received("all-gather, forward", "dense") - jupiter.received(
+        "all-gather, backward", "dense"
+    )
+    assert difference == pytest.approx(table, rel=1e-6)
+
+
+def test_memory_counted_by_hand(jupiter):
+    boundary = 65_536 * HIDDEN * 2
+    layer = 2 * (96 * 3 * EXPERT_HIDDEN * HIDDEN)
+    peaks = jupiter.found["peaks"]
+    # The loss begins with three layers' inputs, and what the last norm gets, saves and gives.
+    assert 3 * boundary < peaks["loss"]["boundary activations"] < 6 * boundary
+    weights = peaks["backward"]["gathered weights and prefetch"]
+    assert weights == pytest.approx(2 * layer, rel=0.10)  # and the dense parameters
+    assert jupiter.found["memory"]["RoPE caches"] == 65_536 * 256 * 4
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("slice", "--world", "2", "--rank", "1"),
+        # The last stage of a pipeline, with tensor and expert parallelism and AdamW.
+        ("leonardo_mini", "--rank", "5"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_the_plan_agrees_on_other_layouts(arguments, tmp_path):
+    ended = dryrun(tmp_path, *arguments)
+    assert ended.code == 0, ended.stderr
+    assert not ended.disagreements()
+    assert ended.received("expert all-to-all")
+
+
+def test_what_a_contribution_mends_is_broken_without_it(tmp_path):
+    left_out = (
+        "shared_rope_cache",
+        "embedding_skip_backward_gather",
+        "fsdp_unshard_async_op",
+    )
+    flags = [word for name in left_out for word in ("--without", name)]
+    ended = dryrun(tmp_path, "jupiter_1t", "--layers", "2", *flags)
+    assert ended.code == 1
+    assert ended.broken() == {
+        "RoPE stored once",
+        "no all-gather of the embedding in backward",
+        "unshard_async_op set on every FSDP group",
+    }
+    assert ended.stderr.startswith("error: not so: ")
+    assert "Traceback" not in ended.stderr
+    # The plan without them agrees as well.
+    assert not ended.disagreements()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("jupiter_1t", "--rank", "17"),
+        ("jupiter_1t_hsdp", "--rank", "700"),
+        ("leonardo_1t", "--rank", "17"),
+        ("leonardo_small", "--rank", "17"),
+        ("leonardo_small", "--rank", "40"),
+    ],
+    ids=lambda arguments: f"{arguments[0]}-{arguments[2]}",
+)
+def test_whole_models_within_the_limits(arguments, tmp_path):
+    """The published sizes: placements in 30 s and 2 GiB, all in 5 minutes and 12 GiB.
+
+    Seconds are of processor time, as others may have the cores.
+    """
+    ended = dryrun(tmp_path, *arguments)
+    print(ended.stdout)
+    assert ended.code == 0, ended.stderr
+    assert not ended.broken()
+    assert not ended.disagreements()
+    cost = ended.found["cost"]
+    assert cost["placements"]["processor_seconds"] < 30
+    assert cost["placements"]["peak_host_bytes"] < 2 * GIB
+    assert cost["whole"]["processor_seconds"] < 300
+    assert cost["whole"]["peak_host_bytes"] < 12 * GIB

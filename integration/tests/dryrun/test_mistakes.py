@@ -1,0 +1,42 @@
+"""A dry run that cannot be is one sentence, said before torch is imported or a model built."""
+
+import pytest
+
+from integration.dryrun.result import complaint
+from integration.tests.dryrun.runs import dryrun
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("jupiter",), "unknown config jupiter; did you mean jupiter_1t?"),
+        (("jupiter_1t", "--rank", "384"), "jupiter_1t on 384 ranks has ranks 0 to 383"),
+        (("jupiter_1t", "--world", "383"), "ep 4 must divide dp_shard 383 x tp 1 = 383 ranks"),
+        (
+            ("jupiter_1t", "--world", "1536"),
+            "efsdp 384 x ep 4 ranks outnumber the 384 experts, so each is split in 384",
+        ),
+        (("leonardo_small", "--world", "62"), "= 4 must divide the 62 ranks"),
+        (("leonardo_1t_fp8",), "multiplies in FP8, which a CPU has not"),
+        (("slice", "--experts", "4"), "top_k must not exceed experts, got 8 of 4"),
+        (("slice", "--without", "shared_rop_cache"), "did you mean shared_rope_cache?"),
+        (("slice", "--without", "cpu_device"), "keep cpu_device"),
+        (("slice", "--without", "unshard_async_op"), "leaves out what others of the set require"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments, words, tmp_path):
+    ended = dryrun(tmp_path, *arguments)
+    assert ended.code == 2
+    assert words in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+    assert not ended.found
+
+
+def test_a_step_that_stopped_is_said_and_fails():
+    checks = [{"name": "RoPE stored once", "broken": "", "why_not": ""}]
+    error = complaint({"refused": "the fake step ended with code 1: why", "checks": checks})
+    assert error is not None
+    assert error.exit_code == 1
+    assert str(error).startswith("the fake step ended with code 1: why; ")
+    assert complaint({"refused": "", "checks": checks}) is None
