@@ -142,11 +142,8 @@ class Recorder(TorchDispatchMode):
         """Gradients are FSDP's once it takes them over, and are kept as shards once reduced."""
         for param in group.fsdp_params:
             unsharded = getattr(param, "_unsharded_param", None)
-            for grad in (
-                unsharded is not None and unsharded.grad,
-                param.unsharded_accumulated_grad,
-            ):
-                if isinstance(grad, torch.Tensor):
+            for grad in (getattr(unsharded, "grad", None), param.unsharded_accumulated_grad):
+                if grad is not None:
                     self.live.move(_local(grad), REDUCED)
         with self._scope(REDUCED, group):
             yield

@@ -13,8 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from integration.dryrun import placements
+from integration.dryrun import checks, memory, muon_plan, placements
+from integration.dryrun.recorder import Recorder
 from integration.dryrun.request import Request
+from integration.dryrun.trainer import DryTrainer
 from integration.job.machine import peak_resident_set
 
 
@@ -40,11 +42,6 @@ def main(request_file: str, result_file: str) -> None:
         note("placements")
         if request.placements_only:
             sys.exit(0)
-
-    # Imports take six seconds, and a mistake in the request none.
-    from integration.dryrun import checks, memory, muon_plan
-    from integration.dryrun.recorder import Recorder
-    from integration.dryrun.trainer import DryTrainer
 
     job = request.job()
     trainer = DryTrainer(job, request.rank, parallelised)
