@@ -58,8 +58,10 @@ def routed_bytes(job: JobSpec) -> int:
 
 
 def combine_bytes(job: JobSpec) -> int:
-    """Alive only while the expert outputs are scored: ``k d`` in bf16 before, the fp32 product."""
-    return tokens(job) * job.shape.top_k * job.shape.hidden * (BF16 + FP32)
+    """Alive only while the backward of the scores runs: the incoming gradient and its products with
+    the scores and with the outputs, ``k d`` each in fp32. In forward it is the bf16 output and the
+    fp32 product, half as much."""
+    return tokens(job) * job.shape.top_k * job.shape.hidden * 3 * FP32
 
 
 def selective_bytes(job: JobSpec) -> int:

@@ -63,6 +63,9 @@ def test_memory_counted_by_hand(jupiter):
     weights = peaks["backward"]["gathered weights and prefetch"]
     assert weights == pytest.approx(2 * layer, rel=0.10)  # and the dense parameters
     assert jupiter.found["memory"]["RoPE caches"] == 65_536 * 256 * 4
+    # At the worst moment of backward: two layers' weights, a layer's gradients, recomputation.
+    beside = {pair["name"]: pair for pair in jupiter.found["beside_the_plan"]["peaks"]}
+    assert beside["backward"]["plan"] == pytest.approx(beside["backward"]["found"], rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ CUDA context                  │   0.60 │           0.60 │
 gathered weights and prefetch │  12.32 │          12.32 │
 gradients being reduced       │  12.32 │          12.32 │
 recomputation                 │   7.81 │           7.81 │
-MoE buffers                   │  43.00 │          43.00 │
-GPU, at recomputation         │  79.61 │          79.61 │  95.0
+MoE buffers                   │  61.00 │          61.00 │
+GPU, at recomputation         │  97.61 │          97.61 │  95.0
 ──────────────────────────────┼────────┼────────────────┼──────
 process                       │   4.00 │           4.00 │
 parameters, pinned            │  14.04 │          14.04 │
