@@ -20,6 +20,11 @@ from integration.dryrun.trainer import DryTrainer
 from integration.job.machine import peak_resident_set
 
 
+class _EnoughError(BaseException):
+    """Only the placements were asked for. The trainer's constructor reports an ``Exception`` as a
+    failure and takes ``sys.exit(0)`` for its own end."""
+
+
 def main(request_file: str, result_file: str) -> None:
     """Run the request."""
     request = Request.read(Path(request_file))
@@ -41,10 +46,13 @@ def main(request_file: str, result_file: str) -> None:
         found["checks"] = [asdict(check) for check in checks.of_placements(job, parts)]
         note("placements")
         if request.placements_only:
-            sys.exit(0)
+            raise _EnoughError
 
     job = request.job()
-    trainer = DryTrainer(job, request.rank, parallelised)
+    try:
+        trainer = DryTrainer(job, request.rank, parallelised)
+    except _EnoughError:
+        return
     parts, optimizers = trainer.model_parts, trainer.optimizers
     kept = [t for part in parts for t in (*part.parameters(), *part.buffers())]
     recorder = Recorder(trainer.axes(), kept)

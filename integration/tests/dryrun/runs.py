@@ -35,9 +35,10 @@ class Ended:
     def disagreements(self) -> list[str]:
         """Return what the plan counts otherwise, by more than AGREES."""
         beside = self.found["beside_the_plan"]
+        names = [name for name in ("parameters", "received", "kept") if name in beside]
         return [
             f"{pair['name']}: {pair['plan']:,.0f} planned, {pair['found']:,.0f} found"
-            for pair in (*beside["parameters"], *beside["received"], *beside["kept"])
+            for pair in (pair for name in names for pair in beside[name])
             if pair["plan"] is not None
             and abs(pair["plan"] - pair["found"]) > AGREES * pair["found"]
         ]

@@ -84,6 +84,14 @@ def test_the_plan_agrees_on_other_layouts(arguments, tmp_path):
     assert ended.received("expert all-to-all")
 
 
+def test_placements_alone(tmp_path):
+    ended = dryrun(tmp_path, "mini", "--world", "4", "--placements")
+    assert ended.code == 0, ended.stderr
+    assert set(ended.found["cost"]) == {"placements"}
+    assert "collectives" not in ended.found
+    assert not ended.disagreements()
+
+
 def test_what_a_contribution_mends_is_broken_without_it(tmp_path):
     left_out = (
         "shared_rope_cache",
