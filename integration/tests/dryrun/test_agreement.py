@@ -1,5 +1,7 @@
 """What a dry run finds: by hand where it can be counted by hand, and beside the plan."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from integration.tests.dryrun.runs import Ended, dryrun
@@ -8,11 +10,38 @@ GIB = 2**30
 HIDDEN, EXPERT_HIDDEN, VOCAB = 6144, 1792, 256_000
 
 
+# Each takes ten seconds of one core, most of them for imports.
+RUNS = {
+    # Three layers: two that prefetch one another, and what is only once in the model.
+    "jupiter_1t": ("jupiter_1t", "--rank", "17", "--layers", "3"),
+    "slice": ("slice", "--world", "2", "--rank", "1"),
+    # The last stage of a pipeline, with tensor and expert parallelism and AdamW.
+    "leonardo_mini": ("leonardo_mini", "--rank", "5"),
+    "placements": ("mini", "--world", "4", "--placements"),
+    "less": (
+        *("jupiter_1t", "--layers", "2"),
+        *("--without", "shared_rope_cache"),
+        *("--without", "embedding_skip_backward_gather"),
+        *("--without", "fsdp_unshard_async_op"),
+    ),
+}
+
+
 @pytest.fixture(scope="module")
-def jupiter(tmp_path_factory) -> Ended:
-    """Three layers: two that prefetch one another, and what is only once in the model."""
-    folder = tmp_path_factory.mktemp("jupiter")
-    return dryrun(folder, "jupiter_1t", "--rank", "17", "--layers", "3")
+def runs(tmp_path_factory) -> dict[str, Ended]:
+    with ThreadPoolExecutor(max_workers=2) as two:
+        return dict(
+            zip(
+                RUNS,
+                two.map(lambda run: dryrun(tmp_path_factory.mktemp("run"), *run), RUNS.values()),
+                strict=True,
+            )
+        )
+
+
+@pytest.fixture(scope="module")
+def jupiter(runs) -> Ended:
+    return runs["jupiter_1t"]
 
 
 def test_all_checks_hold_and_the_plan_agrees(jupiter):
@@ -68,38 +97,24 @@ def test_memory_counted_by_hand(jupiter):
     assert beside["backward"]["plan"] == pytest.approx(beside["backward"]["found"], rel=0.05)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("slice", "--world", "2", "--rank", "1"),
-        # The last stage of a pipeline, with tensor and expert parallelism and AdamW.
-        ("leonardo_mini", "--rank", "5"),
-    ],
-    ids=lambda arguments: arguments[0],
-)
-def test_the_plan_agrees_on_other_layouts(arguments, tmp_path):
-    ended = dryrun(tmp_path, *arguments)
+@pytest.mark.parametrize("config", ["slice", "leonardo_mini"])
+def test_the_plan_agrees_on_other_layouts(config, runs):
+    ended = runs[config]
     assert ended.code == 0, ended.stderr
     assert not ended.disagreements()
     assert ended.received("expert all-to-all")
 
 
-def test_placements_alone(tmp_path):
-    ended = dryrun(tmp_path, "mini", "--world", "4", "--placements")
+def test_placements_alone(runs):
+    ended = runs["placements"]
     assert ended.code == 0, ended.stderr
     assert set(ended.found["cost"]) == {"placements"}
     assert "collectives" not in ended.found
     assert not ended.disagreements()
 
 
-def test_what_a_contribution_mends_is_broken_without_it(tmp_path):
-    left_out = (
-        "shared_rope_cache",
-        "embedding_skip_backward_gather",
-        "fsdp_unshard_async_op",
-    )
-    flags = [word for name in left_out for word in ("--without", name)]
-    ended = dryrun(tmp_path, "jupiter_1t", "--layers", "2", *flags)
+def test_what_a_contribution_mends_is_broken_without_it(runs):
+    ended = runs["less"]
     assert ended.code == 1
     assert ended.broken() == {
         "RoPE stored once",
