@@ -32,7 +32,8 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.tools.utils import device_type
 
 from integration.job.contributed import find
-from integration.job.trainer import JobTrainer, peak_resident_set
+from integration.job.machine import peak_resident_set
+from integration.job.trainer import JobTrainer
 from integration.ladder.layout import RESULT_FILE, TRACE_FILE
 from integration.ladder.trace import exposed
 

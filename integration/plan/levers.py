@@ -15,6 +15,7 @@ class Levers:
     embedding_skip_backward_gather: bool = True
     activation_offload: bool = True
     flex_shard_muon: bool = True
+    muon_gpu_newton_schulz: bool = True
     flex_shard_newton_schulz: bool = True
 
     @classmethod

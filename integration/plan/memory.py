@@ -242,7 +242,7 @@ def _unsharded(job: JobSpec, levers: Levers, stage: int) -> tuple[float, float]:
 
 
 def _optimizer_moment(job: JobSpec, levers: Levers) -> dict[str, float]:
-    if not uses_muon(job, levers) or (job.cpu_offload and not levers.flex_shard_newton_schulz):
+    if not uses_muon(job, levers) or (job.cpu_offload and not levers.muon_gpu_newton_schulz):
         return {}
     matrix = job.shape.hidden * job.shape.expert_hidden
     return {"Newton-Schulz": 2.0 * NEWTON_SCHULZ_BATCH * matrix * (2 * FP32 + 3 * BF16)}

@@ -6,7 +6,7 @@ tokens/s a GPU).
 
 from dataclasses import dataclass, replace
 
-from integration.plan import step_time, traffic
+from integration.plan import muon, step_time, traffic
 from integration.plan.activations import boundary_bytes
 from integration.plan.cluster import GIB
 from integration.plan.levers import Levers
@@ -42,7 +42,7 @@ def figures(plan: Plan) -> list[Figure]:
     """Return the published figures of ``jupiter_1t`` that the plan has inputs for."""
     job, cluster, shape = plan.job, plan.cluster, plan.job.shape
     all_on = plan.levers
-    on_cpu = all_on.without("flex_shard_newton_schulz")
+    on_cpu = all_on.without("muon_gpu_newton_schulz")
     copying = make(job, cluster, all_on.without("fsdp_unshard_async_op"))
     by_gpu = step_time.optimizer_seconds(job, cluster, all_on)
     by_cpu = step_time.optimizer_seconds(job, cluster, on_cpu)
@@ -104,7 +104,7 @@ def figures(plan: Plan) -> list[Figure]:
             planned=max(by_cpu.values()),
             unit="s",
             tolerance=0.12,
-            why=f"{step_time.muon_flops(job, 0) / 1e12:.1f} TFLOP of Newton-Schulz at "
+            why=f"{muon.flops(job, on_cpu, 0) / 1e12:.1f} TFLOP of Newton-Schulz at "
             f"{cluster.host.newton_schulz_tflops} TFLOP/s",
         ),
         Figure(

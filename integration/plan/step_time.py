@@ -7,7 +7,7 @@ and exchanges of activations, which nothing hides), the links, the host's memory
 from dataclasses import dataclass
 
 from integration.job.spec import JobSpec
-from integration.plan import activations, traffic
+from integration.plan import activations, muon, traffic
 from integration.plan.cluster import Cluster
 from integration.plan.levers import Levers
 from integration.plan.memory import uses_muon
@@ -16,10 +16,9 @@ from integration.plan.topology import axes
 from integration.plan.traffic import Flow
 
 TERA, GIGA = 1e12, 1e9
-NEWTON_SCHULZ_STEPS = 5
 # Bytes of memory traffic a parameter: read weight, gradient and state, write weight and state.
 ADAMW_MEMORY = 28
-# The same with the work on the GPU: the copies in and out, 12 read and 8 written.
+# Read weight, gradient and momentum, write weight and momentum.
 MUON_MEMORY = 20
 
 
@@ -109,68 +108,42 @@ def layer_flops(job: JobSpec) -> tuple[float, float, float]:
     return experts, other, 2.0 * job.seq_len * shape.heads * shape.head_dim
 
 
-def newton_schulz_flops(rows: int, columns: int) -> float:
-    """FLOP of five quintic steps on one matrix, n = min, m = max: ``5 (4 n^2 m + 2 n^3)``.
-
-    A step is ``X X^T`` (2 n^2 m), its square (2 n^3) and the product with ``X`` (2 n^2 m). Source:
-    torch.optim.Muon; counts checked with torch's FlopCounter.
-    """
-    n, m = min(rows, columns), max(rows, columns)
-    return NEWTON_SCHULZ_STEPS * (4.0 * n * n * m + 2.0 * n**3)
-
-
-def muon_flops(job: JobSpec, rank: int) -> float:
-    """FLOP of Newton-Schulz on one rank. Each matrix has one owner; where FSDP cuts it the owners
-    are spread over the axis."""
-    layout, total = job.layout, 0.0
-    for mine in held(job, Place.of(job, rank)):
-        kind = mine.kind
-        if not kind.muon:
-            continue
-        if kind.role == "expert":
-            matrices = mine.count * mine.numel / (kind.rows * kind.columns)
-        else:
-            matrices = mine.count / (layout.dp_shard(job.ranks) * layout.tp)
-        total += matrices * newton_schulz_flops(kind.rows, kind.columns)
-    return total
-
-
 def optimizer_seconds(
     job: JobSpec, cluster: Cluster, levers: Levers, rank: int = 0
 ) -> dict[str, float]:
     """Return what the optimizer keeps busy, in seconds.
 
     AdamW is bound by memory, 28 B a parameter. Muon is its Newton-Schulz: on the host's cores where
-    parameters are offloaded and the set has no ``flex_shard_newton_schulz``; else on the GPU, with
-    12 B a parameter in and 8 B out over the host link at the same time.
+    parameters are offloaded and the set has no ``muon_gpu_newton_schulz`` (TorchTitan refuses that;
+    the published run began so); else on the GPU, which offloaded parameters pass by the quickest of
+    ``muon.SPLITS``.
     """
     place = Place.of(job, rank)
     mine = held(job, place)
-    muon = uses_muon(job, levers)
-    under_muon = sum(h.count * h.numel for h in mine if muon and h.kind.muon)
+    under_muon = sum(h.count * h.numel for h in mine if uses_muon(job, levers) and h.kind.muon)
     under_adamw = sum(h.count * h.numel for h in mine) - under_muon
     host = cluster.host.memory_gb_s * GIGA
     hbm = cluster.gpu.hbm_gb_s * GIGA
-    flops = muon_flops(job, rank) if muon else 0.0
+    flops = muon.flops(job, levers, rank) if uses_muon(job, levers) else 0.0
     traffic_bytes = ADAMW_MEMORY * under_adamw + MUON_MEMORY * under_muon
     if not job.cpu_offload:
         return {
             "GPU": flops / (cluster.gpu.matmul_tflops * TERA) + traffic_bytes / hbm,
             cluster.network.name: 0.0,
         }
-    if not muon or not levers.flex_shard_newton_schulz:
+    split = muon.split(job, cluster, levers)
+    if split is None:
         return {
             "host memory": traffic_bytes / host,
             "host cores": flops / (cluster.host.newton_schulz_tflops * TERA),
         }
-    to_device, to_host = traffic.optimizer_link_bytes(job, levers, place)
     link = cluster.host_link
     return {
         "GPU": flops / (cluster.gpu.matmul_tflops * TERA),
-        link.name: max(
-            to_device / (link.to_device_gb_s * GIGA), to_host / (link.to_host_gb_s * GIGA)
-        ),
-        "host memory": traffic_bytes / host,
+        link.name: under_muon
+        * max(split.to_device / link.to_device_gb_s, split.to_host / link.to_host_gb_s)
+        / GIGA,
+        "host memory": (ADAMW_MEMORY * under_adamw + split.host * under_muon) / host,
     }
 
 

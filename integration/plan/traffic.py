@@ -9,7 +9,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from integration.job.spec import JobSpec
-from integration.plan import activations
+from integration.plan import activations, muon
 from integration.plan.activations import BF16, FP32
 from integration.plan.cluster import Cluster
 from integration.plan.levers import Levers
@@ -53,7 +53,7 @@ def flows(job: JobSpec, cluster: Cluster, levers: Levers, rank: int = 0) -> list
         *_replicas(job, mesh, place),
         *_activations(job, mesh, place.stage),
         *_muon(job, levers, mesh, place),
-        *_host(job, levers, place),
+        *_host(job, cluster, levers, place),
     ]
     return [flow for flow in found if flow.bytes]
 
@@ -176,9 +176,10 @@ def _muon(job: JobSpec, levers: Levers, mesh: dict[str, Axis], place: Place) -> 
     return found
 
 
-def _host(job: JobSpec, levers: Levers, place: Place) -> list[Flow]:
+def _host(job: JobSpec, cluster: Cluster, levers: Levers, place: Place) -> list[Flow]:
     """Offloaded parameters go to the GPU in fp32 at each gather and are cast there; gradients come
-    back in fp32 (FSDP2's ``CPUOffloadPolicy``); layer inputs go out and in once."""
+    back in fp32 (FSDP2's ``CPUOffloadPolicy``); Muon's update streams as ``muon.split`` says; layer
+    inputs go out and in once."""
     found = []
     if job.cpu_offload:
         for mine in held(job, place):
@@ -187,24 +188,17 @@ def _host(job: JobSpec, levers: Levers, place: Place) -> list[Flow]:
             times = sum(gathers(job, levers, mine.kind))
             found.append(Flow(cause=UNSHARD, link=TO_DEVICE, part=part, bytes=times * size))
             found.append(Flow(cause=GRADIENTS, link=TO_HOST, part=part, bytes=size))
-        to_device, to_host = optimizer_link_bytes(job, levers, place)
-        found.append(Flow(cause=OPTIMIZER, link=TO_DEVICE, part="optimizer", bytes=to_device))
-        found.append(Flow(cause=OPTIMIZER, link=TO_HOST, part="optimizer", bytes=to_host))
+    if streamed := muon.split(job, cluster, levers):
+        numel = sum(h.count * h.numel for h in held(job, place) if h.kind.muon)
+        for link, a_parameter in ((TO_DEVICE, streamed.to_device), (TO_HOST, streamed.to_host)):
+            size = a_parameter * numel
+            found.append(Flow(cause=OPTIMIZER, link=link, part="optimizer", bytes=size))
     if offloads(job, levers):
         steps = activations.microbatches(job) * layers_of_stage(job, place.stage)
         moved = float(max(0, steps - 1) * activations.boundary_bytes(job))
         found.append(Flow(cause=OFFLOAD, link=TO_HOST, part="activations", bytes=moved))
         found.append(Flow(cause=OFFLOAD, link=TO_DEVICE, part="activations", bytes=moved))
     return found
-
-
-def optimizer_link_bytes(job: JobSpec, levers: Levers, place: Place) -> tuple[float, float]:
-    """Newton-Schulz on the GPU with weight, gradient and momentum on the host, fp32: all three go
-    in (12 B a parameter), weight and momentum come out (8 B)."""
-    if not (job.cpu_offload and uses_muon(job, levers) and levers.flex_shard_newton_schulz):
-        return 0.0, 0.0
-    numel = sum(h.count * h.numel for h in held(job, place) if h.kind.muon)
-    return 3.0 * FP32 * numel, 2.0 * FP32 * numel
 
 
 def _both(cause: str, part: str, node_and_network: tuple[float, float]) -> list[Flow]:
