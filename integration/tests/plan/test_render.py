@@ -77,7 +77,8 @@ fsdp_unshard_async_op          │  +12.32 │          │            │
 embedding_skip_backward_gather │         │          │      +0.78 │          +0.03
 activation_offload             │  +53.25 │   -54.75 │            │
 flex_shard_muon                │         │    +9.20 │      -0.21 │          +0.05
-flex_shard_newton_schulz       │         │          │            │         +46.05
+muon_gpu_newton_schulz         │         │          │            │         +46.06
+flex_shard_newton_schulz       │         │          │            │
 """,
         )
 
