@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import distribution
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from integration.errors import UserError
 from integration.job.layout import MINI_VOCAB
@@ -182,6 +182,35 @@ def default_folders() -> tuple[Path, Path]:
     if not folder.exists():
         _build(folder, [name for name, _ in files])
     return folder / "tokenizer", folder / "dataset"
+
+
+# Characters of a long document, about a million tokens: more than a few steps of any job read.
+LONG_DOCUMENT = 4_000_000
+
+
+def long_documents() -> Path:
+    """Return the folder of the same data in long documents, building it once.
+
+    The first sequences of every rank, of up to 65,536 tokens, then lie inside of one document.
+    """
+    _, dataset = default_folders()
+    folder = dataset.with_name(f"{dataset.name}-long")
+    if not folder.exists():
+        from datasets import Dataset, load_from_disk
+
+        text = "".join(cast(Dataset, load_from_disk(str(dataset)))["text"])
+        starts = range(0, len(text), LONG_DOCUMENT)
+        documents = [text[start : start + LONG_DOCUMENT] for start in starts]
+        beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            Dataset.from_dict({"text": documents}).save_to_disk(str(beside / "dataset"))
+            os.rename(beside / "dataset", folder)
+        except OSError:
+            if not folder.exists():  # else another build was first, with the same bytes
+                raise
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+    return folder
 
 
 def _pinned_sources() -> list[tuple[str, str]]:

@@ -32,6 +32,15 @@ def ladder(
     experts: Annotated[
         int | None, typer.Option(min=1, help="Experts a layer of the config slice.")
     ] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None,
+    whole_documents: Annotated[
+        bool,
+        typer.Option(
+            "--whole-documents",
+            help="Sequences of one document each, so that attention is causal over all of it; "
+            "tells the model FLOP utilisation.",
+        ),
+    ] = False,
     traces: Annotated[
         bool, typer.Option("--traces", help="On a GPU: keep a Chrome trace of a step of each rung.")
     ] = False,
@@ -67,6 +76,8 @@ def ladder(
         ranks=ranks,
         layers=layers,
         experts=experts,
+        seq_len=seq_len,
+        whole_documents=whole_documents,
         traces=traces,
         record=record,
         resume=resume,

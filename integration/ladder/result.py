@@ -5,7 +5,7 @@ No torch here. The file's keys are the fields below; ``integration report`` read
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import median
@@ -105,6 +105,7 @@ class Ladder:
     command: str
     date: str
     tokens_a_step: int = 0
+    whole_documents: bool = False
     rungs: list[Row] = field(default_factory=list)
 
     def row(self, rung: Rung) -> Row:
@@ -147,6 +148,12 @@ class Ladder:
                 ]
                 verdict = numbers.judge(row.runs[0], self.row(other).runs[0], reasons)
                 row.numbers, row.difference = verdict.words, verdict.difference
+
+    def utilise(self, mfu: Callable[[float], float | None]) -> None:
+        """Fill in each row's model FLOP utilisation; ``mfu`` takes the seconds of a step."""
+        for row in self.rungs:
+            if row.runs:
+                row.median["mfu"] = mfu(median(s for run in row.runs for s in run["step_s"]))
 
     @property
     def deterministic(self) -> bool:

@@ -5,8 +5,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from integration.job.run import Job
 from integration.job.start import choose_ranks
 from integration.ladder import numbers, rungs, table
 from integration.ladder.measure import RungFailedError, Session, measure
+from integration.ladder.mfu import mfu
 from integration.ladder.order import Place
 from integration.ladder.result import Ladder
 from integration.ladder.rungs import Only, Rung
@@ -28,7 +30,11 @@ from integration.proof import evidence
 
 EVIDENCE = REPO / "integration" / "evidence"
 # What the ladder itself decides, and by which option of its own.
-OURS = {"--training.steps": "--steps", "--checkpoint.enable": "nothing: a ladder saves no weights"}
+OURS = {
+    "--training.steps": "--steps",
+    "--training.seq-len": "--seq-len",
+    "--checkpoint.enable": "nothing: a ladder saves no weights",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +52,8 @@ class Request:
     ranks: int | None
     layers: int | None
     experts: int | None
+    seq_len: int | None
+    whole_documents: bool
     traces: bool
     record: bool
     resume: Path | None
@@ -61,6 +69,8 @@ def run(request: Request) -> bool:
         UserError: what the user can mend, or no rung ran.
     """
     job = catalog.find(request.config, layers=request.layers, experts=request.experts)
+    if request.seq_len is not None:
+        job = replace(job, seq_len=request.seq_len)
     _refuse(request, pipeline=job.layout.pp)
     gpus = machine.gpu_count()
     if gpus:
@@ -71,11 +81,14 @@ def run(request: Request) -> bool:
     place = Place.of(job, gpu=bool(gpus), ranks=ranks, options=request.options)
     wanted = rungs.climb(contributions, place, only=request.only, names=request.names)
     tokenizer, dataset = job_data.default_folders()
+    if request.whole_documents:
+        dataset = job_data.long_documents()
     path = request.resume or _new_file(job.name)
     # One step more on a GPU, under the profiler.
     profiled = 1 if gpus else 0
     own = (
         f"--training.steps={request.warmup + request.steps + profiled}",
+        f"--training.seq_len={job.seq_len}",
         f"--warmup={request.warmup}",
         f"--profiled={profiled}",
     )
@@ -103,6 +116,7 @@ def run(request: Request) -> bool:
         torchtitan=version("torchtitan"),
         patches={c.name: c.sha256 for c in contributions},
         command=request.command,
+        whole_documents=request.whole_documents,
         date=date.today().isoformat(),
     )
     if request.resume:
@@ -111,6 +125,8 @@ def run(request: Request) -> bool:
 
     def save() -> None:
         ladder.compare(wanted, contributions, place)
+        if request.whole_documents:
+            ladder.utilise(partial(mfu, job, ranks, ladder.machine))
         ladder.save(path)
 
     # A scheduler's stop ends the ranks too, as Ctrl-C does.

@@ -37,6 +37,7 @@ def outcome(row: Row) -> str:
 COLUMNS: dict[str, Callable[[Row], str]] = {
     "tokens/s/GPU": lambda row: f"{row.median['tokens_s_gpu']:,.0f}",
     "step": lambda row: _seconds(row.median["step_s"]),
+    "MFU": lambda row: f"{mfu:.1%}" if (mfu := row.median.get("mfu")) else "",
     "min-max": lambda row: "-".join(map(_seconds, row.spread["step_s"])),
     "forward": lambda row: _seconds(row.median["forward_s"]),
     "backward": lambda row: _seconds(row.median["backward_s"]),

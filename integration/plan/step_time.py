@@ -88,7 +88,7 @@ def step(job: JobSpec, cluster: Cluster, levers: Levers, flows: list[Flow], rank
         phases=phases,
         bubble=bubble,
         tokens_per_gpu=job.tokens / job.ranks,
-        model_flops=3 * _model_flops(job) / job.ranks,
+        model_flops=model_flops(job) / job.ranks,
         peak_tflops=cluster.gpu.peak_tflops,
     )
 
@@ -178,9 +178,11 @@ def _head_seconds(job: JobSpec, cluster: Cluster, stage: int) -> float:
     return _tokens(job) * 2.0 * job.shape.embedding_params / (cluster.gpu.matmul_tflops * TERA)
 
 
-def _model_flops(job: JobSpec) -> float:
-    """Forward FLOP of a step over all ranks."""
-    return job.tokens * (job.shape.layers * sum(layer_flops(job)) + 2 * job.shape.embedding_params)
+def model_flops(job: JobSpec) -> float:
+    """FLOP of a step over all ranks: forward, and backward with twice as many. Recomputation is not
+    counted, attention is, causal over the whole sequence."""
+    a_token = job.shape.layers * sum(layer_flops(job)) + 2 * job.shape.embedding_params
+    return 3 * job.tokens * a_token
 
 
 # Share of a cause's traffic that belongs to the forward pass; the rest is backward's.

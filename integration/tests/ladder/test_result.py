@@ -200,3 +200,12 @@ def test_another_file_is_refused(text, tmp_path):
     path.write_text(text)
     with pytest.raises(UserError, match="expects the JSON file of a ladder"):
         Ladder.load(path)
+
+
+def test_utilisation_is_of_the_median_step_and_kept(tmp_path):
+    ladder = _ladder()
+    ladder.utilise(lambda seconds: 0.25 / seconds)
+    row = ladder.rungs[0]
+    assert row.median["mfu"] == 0.25 / row.median["step_s"]
+    ladder.save(tmp_path / "ladder.json")
+    assert Ladder.load(tmp_path / "ladder.json").rungs[0].median["mfu"] == row.median["mfu"]
