@@ -17,8 +17,9 @@ def peak_flops(machine: dict[str, str | int]) -> float | None:
 def mfu(job: JobSpec, ranks: int, machine: dict[str, str | int], seconds: float) -> float | None:
     """Return the useful FLOP of a step over what the peak allows in ``seconds``.
 
-    Recomputation does not count. Attention counts as causal over the whole sequence, so sequences of several documents, which
-    attend to themselves alone, have none (TorchTitan's own figure counts attention uncausal).
+    Recomputation does not count. Attention counts as causal over the whole sequence, so sequences
+    of several documents, which attend to themselves alone, have none (TorchTitan's own figure
+    counts attention uncausal).
     """
     peak = peak_flops(machine)
     if peak is None:
