@@ -113,15 +113,23 @@ def rebase(
         module.abort()
         print("forgotten; patches/ is as it was")
         return
-    if go_on:
-        result = module.go_on()
-    else:
-        pins = pins_module.load()
-        others = newer.parse(onto or [], pins, "--onto")
-        upstreams = {pin.package: pin.upstream for pin in pins.values()}
-        pairs = (value.partition("==") for value in commit or [])
-        shas = {upstreams.get(name, name): sha for name, _, sha in pairs}
-        result = module.start(others, shas)
+    try:
+        if go_on:
+            result = module.go_on()
+        else:
+            pins = pins_module.load()
+            others = newer.parse(onto or [], pins, "--onto")
+            upstreams = {pin.package: pin.upstream for pin in pins.values()}
+            pairs = (value.partition("==") for value in commit or [])
+            shas = {upstreams.get(name, name): sha for name, _, sha in pairs}
+            result = module.start(others, shas)
+    except KeyboardInterrupt:
+        begun = module.folder().exists()
+        raise UserError(
+            "interrupted; patches/ is as it was: run `integration patches rebase "
+            + ("--continue`, which takes up what is done, or `--abort`" if begun else "--onto …`"),
+            exit_code=130,
+        ) from None
     if isinstance(result, module.Stopped):
         _show_stop(result)
         raise typer.Exit(1)
@@ -150,7 +158,9 @@ def _show_done(done: "Done") -> None:
     print("\n".join(done.said))
     for old, new in done.moved:
         print(f"{old.package}: {old.version} -> {new.version} ({new.tag}, {new.commit[:12]})")
-        naming = git.attempt(["grep", "--fixed-strings", "-l", old.version], paths.REPO)
+        # Evidence tells what was measured then: it is measured again, never edited.
+        line = ["grep", "--fixed-strings", "-l", old.version, "--", ":!*/evidence/*"]
+        naming = git.attempt(line, paths.REPO)
         if naming.out:
             print(f"  still naming {old.version}: {', '.join(naming.text.splitlines())}")
     package = " ".join(f"{new.package}=={new.version}" for _, new in done.moved)

@@ -24,6 +24,9 @@ from integration.upstream import history, index
 from integration.upstream.newer import Newer
 
 _ONTO = "onto"  # the tag of the newer sources
+# Stands while git rebases. Found before, git was killed: what lies in the checkout is half of
+# something, and nobody's work.
+_RUNNING = Path(".git") / "integration-running"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +87,20 @@ def go_on() -> Stopped | Done:
     state = _state()
     for upstream in state["onto"]:
         here = folder() / upstream
-        if (here / ".git" / "rebase-merge").is_dir():
+        if (here / _RUNNING).exists():
+            todo = _rest(here)
+        elif (here / ".git" / "rebase-merge").is_dir():
             _refuse_unresolved(here)
-            done = git.attempt(["rebase", "--continue"], here)
+            _commit_resolution(here)
+            todo = ["--continue"]
         elif git.attempt(["merge-base", "--is-ancestor", _ONTO, "HEAD"], here).code:
-            done = git.attempt(["rebase", "--onto", _ONTO, exchange.BASE, "main"], here)
+            todo = ["--onto", _ONTO, exchange.BASE, "main"]
         else:
-            continue
-        if done.code:
+            todo = []
+        (here / _RUNNING).touch()
+        done = git.attempt(["rebase", *todo], here) if todo else None
+        (here / _RUNNING).unlink()
+        if done and done.code:
             return _stopped(upstream, here, done)
     return _finish(state)
 
@@ -114,6 +123,12 @@ def _state() -> dict:
 
 def _pin_of(newer: Newer, commit: str | None) -> Pin:
     pin = newer.pin
+    if newer.shown == pin.version:
+        raise UserError(
+            f"expected another version of {pin.package} than the pin, got {newer.shown}, which it "
+            f"is; there is nothing to move: see what there is with `pip index versions "
+            f"{pin.package}`"
+        )
     if newer.url is None:
         raise UserError(
             f"expected a published version of {pin.package}, or a wheel, got the checkout "
@@ -158,6 +173,42 @@ def _prepare(
     git.run(["config", "user.name", git.NAME], here)
     git.run(["config", "user.email", git.EMAIL], here)
     (here / ".git" / "info" / "exclude").write_text("__pycache__/\n")
+
+
+def _rest(here: Path) -> list[str]:
+    """Return what `git rebase` has still to do; clear away what a killed one has left.
+
+    Each commit that it had made is kept: its HEAD stands on the last of them.
+    """
+    head = git.run(["rev-parse", "HEAD"], here).text
+    shutil.rmtree(here / ".git" / "rebase-merge", ignore_errors=True)
+    for lock in ("index.lock", "HEAD.lock"):
+        (here / ".git" / lock).unlink(missing_ok=True)
+    git.run(["checkout", "--quiet", "--force", "main"], here)
+    git.run(["clean", "--quiet", "--force", "-d"], here)  # files of a checkout that came half-way
+    if not git.attempt(["merge-base", "--is-ancestor", _ONTO, "main"], here).code:
+        return []
+    if git.attempt(["merge-base", "--is-ancestor", _ONTO, head], here).code:
+        return ["--onto", _ONTO, exchange.BASE, "main"]
+    made = _marks(here, f"{_ONTO}..{head}")
+    before = _marks(here, f"{exchange.BASE}..main")
+    last = before[next(reversed(made))] if made else exchange.BASE
+    return ["--onto", head, last, "main"]
+
+
+def _marks(here: Path, span: str) -> dict[str, str]:
+    """Return the names of the patches of ``span`` with their commits, oldest first."""
+    log = git.run(["log", "--reverse", "--format=%x00%H%n%B", span], here).text
+    marked = re.compile(rf"^{exchange.MARK}: (.*)$", re.MULTILINE)
+    records = log.split("\0")[1:]
+    return {marked.findall(r)[-1]: r.partition("\n")[0] for r in records if marked.search(r)}
+
+
+def _commit_resolution(here: Path) -> None:
+    """Commit what a person has resolved, so that no interruption of what follows can lose it."""
+    amending = (here / ".git" / "rebase-merge" / "amend").exists()  # a person's `edit` of a commit
+    if not amending and git.attempt(["diff", "--cached", "--quiet", "HEAD"], here).code:
+        git.run(["commit", "--quiet", "--no-verify", "--reuse-message", "REBASE_HEAD"], here)
 
 
 def _refuse_unresolved(here: Path) -> None:
@@ -234,7 +285,7 @@ def _finish(state: dict) -> Done:
     new["pins.toml"] = pins_module.with_files(hashes, moved=[pin for _, pin in moved]).encode()
     at = {pin.upstream: f"{pin.package} {pin.version}" for _, pin in moved}
     going = [c for c in stored if c.name in gone]
-    why = {c.name: f"Nothing of it was left on {at[c.upstream]}: upstream has it" for c in going}
+    why = {c.name: f"Nothing of it was left on {at[c.upstream]}" for c in going}
     below = {f"patches/{path}": data for path, data in new.items()}
     replace_all(root, {**below, **history.retire(going, why)})
     shutil.rmtree(folder())

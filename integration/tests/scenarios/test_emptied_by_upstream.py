@@ -29,6 +29,6 @@ two: [fake] Change two; requires -
   fakebase/core.py -27,7 (+1 -1)
 three: [fake] Change three; requires -
   fakebase/core.py -1,7 (+1 -1)
-gone: **one** (pytorch): [fake] Change one. Nothing of it was left on fakebase 2.0: upstream has it
+gone: **one** (pytorch): [fake] Change one. Nothing of it was left on fakebase 2.0
 """,
     )

@@ -1,4 +1,4 @@
-"""SIGKILL while git rebases: nothing in patches/ has changed, and --continue ends it."""
+"""SIGKILL while git rebases, at each of its steps: patches/ is as it was, --continue ends it."""
 
 import os
 import shutil
@@ -15,17 +15,23 @@ from integration.tests.scenarios.conftest import snapshot
 from integration.tests.upstream.conftest import wheel
 from integration.upstream import newer, rebase
 
+# What a git that is killed leaves: a lock, half of a file, a file that is in no commit.
+HALF = "touch .git/index.lock fakebase/half.py && echo half >> fakebase/core.py"
 
-def test_interrupted_rebase(trio: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.mark.parametrize("place", ["1i", "2i", "3i", "4i"])
+def test_interrupted_rebase(trio: House, tmp_path: Path, place: str) -> None:
     core = line(15, "newer")
     path = wheel(tmp_path / "newer", "fakebase", "2.0", core=core)
     others = newer.parse([f"fakebase=={path}"], pins.load(), "--onto")
     before = tree(trio.root)
-    # A git that says when it rebases, and then takes its time.
+    # A git that stays, once it has made so many of the commits.
     slow = tmp_path / "slow" / "git"
     slow.parent.mkdir()
+    stay = f"exec {HALF} && touch {tmp_path}/begun && sleep 600"
     slow.write_text(
-        f'#!/bin/sh\ncase " $* " in *" rebase "*) touch {tmp_path}/begun; sleep 600;; esac\n'
+        f"#!/bin/sh\nexport GIT_SEQUENCE_EDITOR='sed -i \"{place} {stay}\"'\n"
+        f'case " $* " in *" rebase "*) set -- "$@" --interactive;; esac\n'
         f'exec {shutil.which("git")} "$@"\n'
     )
     slow.chmod(0o755)
@@ -36,10 +42,12 @@ def test_interrupted_rebase(trio: House, tmp_path: Path, monkeypatch: pytest.Mon
         rebase.start(others, {"pytorch": "c" * 40})
         os._exit(0)
     deadline = time.monotonic() + 60
-    while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
+    while not (tmp_path / "begun").exists():
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
+    assert (rebase.folder() / "pytorch/fakebase/half.py").exists()
     assert tree(trio.root) == before
     assert isinstance(rebase.go_on(), rebase.Done)
     assert not rebase.folder().exists()

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from expecttest import assert_expected_inline
 
+from integration.cli import main
 from integration.errors import UserError
 from integration.patchset import git as git_module
 from integration.patchset import pins, repository
@@ -165,6 +166,38 @@ def test_killed_and_taken_up(
     assert full.check() == []
 
 
+def test_killed_with_a_resolution(
+    full: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a person has mended is not lost, and git's half of something is not taken for it."""
+    stopped = onto(tmp_path, core=line(30, "thirty"))
+    assert isinstance(stopped, Stopped)
+    (stopped.checkout / CORE).write_text(line(3, "one", line(30, "thirty and two")))
+    user_git(stopped.checkout, "add", "-A")
+    attempt = git_module.attempt
+
+    def dies(arguments, *rest, **options):
+        if arguments[0] == "rebase":
+            (stopped.checkout / "fakebase/new.py").write_text("half")
+            raise KeyboardInterrupt
+        return attempt(arguments, *rest, **options)
+
+    with monkeypatch.context() as patched, pytest.raises(SystemExit) as stop:
+        patched.setattr(git_module, "attempt", dies)
+        main(["patches", "rebase", "--continue"])
+    assert stop.value.code == 130
+    assert capsys.readouterr().err == (
+        "error: interrupted; patches/ is as it was: run `integration patches rebase --continue`, "
+        "which takes up what is done, or `--abort`\n"
+    )
+    assert isinstance(rebase.go_on(), Done)
+    install(full, core=line(30, "thirty"))
+    assert full.check() == []
+    patch = full.patch("two").read_text()
+    assert "-thirty\n+thirty and two\n" in patch
+    assert "+new\n" in patch
+
+
 def test_killed_while_it_begins(
     full: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,8 +234,8 @@ def test_a_patch_that_upstream_has_taken(full: House, tmp_path: Path) -> None:
     assert not (full.root / "pytorch_contrib/one").exists()
     last = (full.root / "patches/HISTORY.md").read_text().splitlines()[-1]
     assert re.sub(r"^- \d{4}-\d\d-\d\d ", "- DATE ", last) == (
-        "- DATE **one** (pytorch): [fake] Change one. Nothing of it was left on fakebase 2.0: "
-        f"upstream has it. Upstream: no link. Commit {head}: `patches/pytorch/one.patch` "
+        "- DATE **one** (pytorch): [fake] Change one. Nothing of it was left on fakebase 2.0. "
+        f"Upstream: no link. Commit {head}: `patches/pytorch/one.patch` "
         f"(sha256 {digest}), `pytorch_contrib/one/`, evidence: none."
     )
 
@@ -255,6 +288,12 @@ def test_where_the_commit_comes_from(full: House, tmp_path: Path) -> None:
     none = newer.parse([f"fakebase=={wheel(tmp_path, 'fakebase', '2.2')}"], pins.load(), "--onto")
     with pytest.raises(UserError, match=r"give it with --commit fakebase==SHA"):
         rebase._pin_of(none["pytorch"], None)
+
+
+def test_the_pins_own_version(full: House, tmp_path: Path) -> None:
+    others = newer.parse([f"fakebase=={wheel(tmp_path, 'fakebase', '1.0')}"], pins.load(), "--onto")
+    with pytest.raises(UserError, match="expected another version of fakebase than the pin"):
+        rebase.start(others, {"pytorch": COMMIT})
 
 
 def test_a_checkout_is_no_pin(full: House, tmp_path: Path) -> None:
