@@ -1,12 +1,14 @@
 """The one module that reaches the network: package indexes through pip, wheels, and tags.
 
-pip decides what a requirement means here, so that its configuration (mirrors, proxies,
-constraints, ``PIP_NO_INDEX``) holds. A wheel is read where it lies: of the 500 MB of a torch wheel,
+pip decides what a requirement means here, so that its configuration (mirrors, proxies, and, where
+it installs, constraints) holds. A wheel is read where it lies: of the 500 MB of a torch wheel,
 the few files that patches touch take a dozen range requests.
 """
 
 import io
 import json
+import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,11 +27,16 @@ _SECONDS = 60.0
 
 
 def wheel_url(requirement: str) -> str:
-    """Return the URL of the wheel that pip would install for ``requirement``, without it."""
-    line = ["install", "--dry-run", "--quiet", "--ignore-installed", "--no-deps"]
-    line += ["--only-binary", ":all:", "--report", "-", requirement]
-    report = json.loads(_pip(line, f"expected a wheel of {requirement}"))
-    return report["install"][0]["download_info"]["url"]
+    """Return the URL of the wheel that pip would install for ``requirement``, without it.
+
+    Nothing is installed, so constraints, which are about that, do not count.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".json") as report:
+        line = ["install", "--dry-run", "--ignore-installed", "--no-deps"]
+        line += ["--only-binary", ":all:", "--report", report.name, requirement]
+        _pip(line, f"expected a wheel of {requirement}", PIP_CONSTRAINT=os.devnull)
+        found = json.load(report)
+    return found["install"][0]["download_info"]["url"]
 
 
 def open_wheel(url: str) -> zipfile.ZipFile:
@@ -45,8 +52,9 @@ def open_wheel(url: str) -> zipfile.ZipFile:
 
 def install(python: Path, requirements: Sequence[str]) -> None:
     """Install ``requirements`` into the environment of ``python``, which needs no pip itself."""
-    line = ["--python", str(python), "install", "--quiet", *requirements]
-    _pip(line, f"expected to install {' '.join(requirements)}")
+    line = ["--python", str(python), "install", *requirements]
+    wheels = re.sub(r" @ \S+/", " @ ", " ".join(requirements))  # their names, not their URLs
+    _pip(line, f"expected to install {wheels}")
 
 
 def commit_of(repository: str, tag: str) -> str | None:
@@ -58,16 +66,26 @@ def commit_of(repository: str, tag: str) -> str | None:
     return lines[-1].split()[0] if lines else None
 
 
-def _pip(arguments: Sequence[str], expected: str) -> str:
+def _pip(arguments: Sequence[str], expected: str, **environment: str) -> None:
     line = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    env = {**os.environ, **environment}
+    done = subprocess.run(line, capture_output=True, text=True, check=False, env=env)
     if done.returncode:
-        told = [s.strip() for s in done.stderr.splitlines() if s.strip()]
-        told = [s for s in told if not s.startswith(("WARNING:", "[notice]", "ERROR: Resolution"))]
-        # The lines after "The conflict is caused by" are the ones that say why.
-        why = " ".join(s for s in told if not s.startswith(("To fix", "1.", "2.")))[:400]
-        raise UserError(f"{expected}, pip said: {why}; nothing was changed: see `pip config list`")
-    return done.stdout
+        raise UserError(
+            f"{expected}, pip said: {_why(done)}; nothing was changed: name another version, or "
+            f"see `pip config list` for the index and the constraints"
+        )
+
+
+def _why(done: subprocess.CompletedProcess[str]) -> str:
+    """Return pip's reason: a conflict's causes, which are on standard output, or its errors."""
+    _, _, causes = done.stdout.partition("The conflict is caused by:\n")
+    told = [s.strip() for s in causes.partition("\n\n")[0].splitlines()]
+    if not told:
+        lines = (s.strip() for s in done.stderr.splitlines())
+        lines = (s for s in lines if s and not s.startswith(("WARNING:", "[notice]")))
+        told = [s.removeprefix("ERROR: ") for s in lines]
+    return re.sub(r" \(from \w+://[^)]*\)", "", "; ".join(told))[:400]
 
 
 def _open(url: str) -> IO[bytes]:

@@ -1,5 +1,6 @@
 """Another version of an upstream than the pin, as its files: a wheel or a checkout."""
 
+import re
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,9 +69,12 @@ def parse(values: Sequence[str], pins: Mapping[str, Pin], option: str) -> dict[s
     for value in values:
         name, _, where = value.partition("==")
         if name not in known or not where:
+            meant = re.split(r"[^\w-]", value)[0]  # of torch>=2.15
+            packages = [pin.package for pin in pins.values()]
+            hint = "; nothing was done: name a version or a path"
             raise UserError(
                 f"expected {option} PACKAGE==VERSION or PACKAGE==PATH, got {value!r}"
-                f"{nearest(name, list(known))}"
+                f"{hint if meant in known else nearest(meant, packages)}"
             )
         pin = known[name]
         if pin.upstream in found:

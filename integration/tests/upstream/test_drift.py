@@ -157,6 +157,24 @@ def test_no_environment_is_said_beside_the_verdict(
     assert f"Drop-when not run: no pyproject.toml in {checkout}" in ran.out
 
 
+def test_constraints_are_about_what_is_installed(
+    two: House,
+    tmp_path: Path,
+    offline: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run,  # noqa: F811
+) -> None:
+    """The files of a version that may not be installed can be read; why it was not is told."""
+    wheel(offline, "fakebase", "2.0")
+    wheel(offline, "fakeapp", "1.0")
+    tools(offline)
+    (tmp_path / "constraints.txt").write_text("fakebase<2\n")
+    monkeypatch.setenv("PIP_CONSTRAINT", str(tmp_path / "constraints.txt"))
+    ran = run("patches", "drift", "--against", "fakebase==2.0", "--run-drop-when")
+    assert (ran.code, "two   fakebase 2.0  applies" in ran.out) == (0, True)
+    assert "The user requested (constraint) fakebase<2; nothing was changed" in ran.out
+
+
 class Ranged(http.server.SimpleHTTPRequestHandler):
     """Serves ranges, as package indexes do, and counts the bytes."""
 
@@ -194,7 +212,11 @@ def test_a_wheel_is_read_where_it_lies(offline: Path, monkeypatch: pytest.Monkey
     ("value", "message"),
     [
         ("fakebas==2", "did you mean fakebase"),
-        ("fakebase", r"expected --against PACKAGE==VERSION or PACKAGE==PATH, got 'fakebase'"),
+        (
+            "fakebase",
+            r"expected --against PACKAGE==VERSION or PACKAGE==PATH, got 'fakebase'; nothing",
+        ),
+        ("fakebase>=2", r"got 'fakebase>=2'; nothing was done: name a version or a path"),
         ("fakebase==./nowhere", "expected a checkout of fakebase at nowhere"),
         ("fakebase==9.9", r"expected a wheel of fakebase==9.9, pip said: .*No matching"),
     ],
