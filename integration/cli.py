@@ -73,6 +73,7 @@ def main(argv: list[str] | None = None) -> None:
             raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+    except SystemExit as stop:
+        if stop.code == 130:  # what typer makes of a KeyboardInterrupt, without a word
+            print("interrupted", file=sys.stderr)
+        raise

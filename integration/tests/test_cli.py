@@ -54,6 +54,18 @@ def test_a_mistake_is_answered_in_words_and_with_an_exit_code(arguments, hint):
     assert "Traceback" not in answer.stderr
 
 
+def test_ctrl_c_is_answered_in_a_word():
+    code = (
+        "import integration.patchset.repository as r\n"
+        "def load(): raise KeyboardInterrupt\n"
+        "r.load = load\n"
+        "from integration.cli import main; main(['patches', 'list'])"
+    )
+    line = [sys.executable, "-c", code]
+    answer = subprocess.run(line, cwd=REPO, capture_output=True, text=True)
+    assert (answer.returncode, answer.stderr) == (130, "interrupted\n")
+
+
 def test_debug_shows_the_trace():
     answer = _run("train", "mimi", "--debug")
     assert "Traceback" in answer.stderr
