@@ -104,7 +104,8 @@ def commit_all(
         if not stay:
             git.attempt(["am", "--abort"], folder, env=env)
         told = f"{done.text}\n{done.err}".strip().split("\n")
-        noise = ("Applying: ", "hint: ", "Using index info", "Falling back", "Auto-merging", "M\t")
+        noise = ("Applying: ", "hint: ", "Using index info", "Falling back", "Auto-merging")
+        noise += ("A\t", "D\t", "M\t")  # files of the merge, each with its state
         return "\n".join(line for line in told if not line.startswith(noise))
     return None
 
