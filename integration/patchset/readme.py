@@ -1,6 +1,6 @@
 """The README's table of contributions, generated from the patch headers and the evidence."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from integration import paths
@@ -11,6 +11,7 @@ from integration.patchset.patch import Contribution
 
 BEGIN = "<!-- contributions:begin -->"
 END = "<!-- contributions:end -->"
+PROOF_BEGIN, PROOF_END = "<!-- proof:begin -->", "<!-- proof:end -->"
 
 
 def table(contributions: Sequence[Contribution]) -> str:
@@ -39,11 +40,14 @@ def table(contributions: Sequence[Contribution]) -> str:
 
 def updated(text: str, contributions: Sequence[Contribution]) -> str | None:
     """Return the README with its table made anew, or None when it has no place for one."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        return None
-    return f"{before}{BEGIN}\n{table(contributions)}\n{END}{after}"
+    return with_body(text, BEGIN, END, lambda: table(contributions))
+
+
+def with_body(text: str, begin: str, end: str, body: Callable[[], str]) -> str | None:
+    """Return ``text`` with ``body`` between two lines of it, or None when it has not both."""
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    return f"{before}{begin}\n{body()}\n{end}{after}" if found and closed else None
 
 
 def stale(contributions: Sequence[Contribution], root: Path | None = None) -> list[Finding]:

@@ -1,18 +1,22 @@
-"""Evidence of a set of patches, not of one: measured ladders and profiles of whole trainings.
+"""Evidence of a set of patches, not of one: ladders, profiles of whole trainings, README's proof.
 
-Such a file names its patches, ``"patches": {name: sha256}``. It counts only while each of them is
-stored as it was; a ladder, also while it names all that there are.
+A file of it names its patches, ``"patches": {name: sha256}``, and so does each row of the proof. It
+counts only while each of them is stored as it was; a ladder and the proof, also while they name all
+that there are.
 """
 
 import gzip
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from integration.patchset import readme
 from integration.patchset.finding import Finding
 from integration.patchset.patch import Contribution
 
 LADDERS = "integration/evidence/*.json"
+DIGITS = 8  # of a patch's sha256, in a row of the proof
 TRACES = ("*_contrib/*/evidence/trace-*.json.gz", "integration/evidence/trace-*.json.gz")
 
 
@@ -24,6 +28,19 @@ def stale(root: Path, contributions: Sequence[Contribution]) -> Iterator[Finding
         yield from _compare(root, file, measured, now, missing=set(now) - set(measured or ()))
     for file in sorted(f for pattern in TRACES for f in root.glob(pattern)):
         yield from _compare(root, file, _patches(file), now, missing=set())
+    short = {name: digest[:DIGITS] for name, digest in now.items()}
+    proven = _proven(root / "README.md")
+    if proven:  # else not recorded yet, as the README then says
+        again = "integration test --prove --full --record"
+        missing = set(now) - set(proven)
+        yield from _compare(root, root / "README.md", proven, short, missing, "stale proof", again)
+
+
+def _proven(file: Path) -> dict[str, str]:
+    """Return name -> the first digits of the sha256 for each row of README's proof."""
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    body = text.partition(readme.PROOF_BEGIN)[2].partition(readme.PROOF_END)[0]
+    return dict(re.findall(r"^\| (\w+) \|.*\| `([0-9a-f]+)` \|$", body, re.MULTILINE))
 
 
 def _patches(file: Path) -> dict[str, str] | None:
@@ -42,6 +59,8 @@ def _compare(
     measured: dict[str, str] | None,
     now: dict[str, str],
     missing: set[str],
+    verdict: str = "stale evidence",
+    again: str = "measure again, by the `command` in the file, or delete it",
 ) -> Iterator[Finding]:
     if measured is None:
         expected, found = '`"patches": {name: sha256}`', "none"
@@ -64,6 +83,6 @@ def _compare(
         line=None,
         expected=expected,
         found=found,
-        verdict="stale evidence",
-        next="measure again, by the `command` in the file, or delete it",
+        verdict=verdict,
+        next=again,
     )

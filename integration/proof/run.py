@@ -65,6 +65,8 @@ def run(names: Sequence[str], *, prove: bool, full: bool, project: bool, record:
         if record and good and not names:
             table_module.write(proof, parities)
             console.print("README.md: proof written")
+        elif record:
+            console.print("README.md: proof not written: it is of the whole set, when all holds")
     _report(console, verdicts, parities, brief=prove and full)
     return good
 

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from integration import paths
 from integration.errors import UserError
+from integration.patchset import readme
 from integration.patchset.finding import Finding
 from integration.patchset.patch import Contribution
+from integration.patchset.stale import DIGITS
 from integration.proof import evidence
 from integration.proof.parity import Parity
 from integration.proof.stages import Stage
@@ -17,7 +19,6 @@ COLUMNS = (
     "alone", "pristine fails", "with requirements", "every pair", "full set", "bitwise parity",
     "evidence fresh",
 )  # fmt: skip
-BEGIN, END = "<!-- proof:begin -->", "<!-- proof:end -->"
 _FAILS = "FAILS"
 _NOT_DUE = "-"
 
@@ -79,7 +80,7 @@ def rows(
 def legend(parities: Sequence[Parity]) -> str:
     """Say what the numbers count, and why a parity was not due."""
     words = (
-        "alone, with requirements, full set: tests that pass; pristine fails: tests that fail "
+        "Alone, with requirements, full set: tests that pass; pristine fails: tests that fail "
         "without the patch; every pair: patches that it applies with, in both orders; evidence "
         "fresh: files measured on this very patch"
     )
@@ -89,18 +90,17 @@ def legend(parities: Sequence[Parity]) -> str:
 
 def write(table: Sequence[Row], parities: Sequence[Parity]) -> None:
     """Put the table into README.md, with date, machine and the patches' hashes."""
-    file = paths.REPO / "README.md"
-    text = file.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise UserError(
-            f"expected the lines {BEGIN} and {END} in README.md, found none; the proof has no "
-            f"place there: add them where a reviewer looks first"
-        )
     machine = ", ".join(f"{key} {value}" for key, value in evidence.machine().items())
     lines = [f"| contribution | {' | '.join(COLUMNS)} | patch |", "|---" * (len(COLUMNS) + 2) + "|"]
-    lines += [f"| {r.name} | {' | '.join(r.cells)} | `{r.sha256[:8]}` |" for r in table]
+    lines += [f"| {r.name} | {' | '.join(r.cells)} | `{r.sha256[:DIGITS]}` |" for r in table]
     told = f"`integration test --prove --full --record`, {datetime.date.today()}, {machine}."
-    body = "\n".join([*lines, "", f"{told} {legend(parities).capitalize()}"])
-    file.write_text(f"{before}{BEGIN}\n{body}\n{END}{after}", encoding="utf-8")
+    body = "\n".join([*lines, "", f"{told} {legend(parities)}"])
+    file = paths.REPO / "README.md"
+    text = file.read_text(encoding="utf-8")
+    new = readme.with_body(text, readme.PROOF_BEGIN, readme.PROOF_END, lambda: body)
+    if new is None:
+        raise UserError(
+            f"expected the lines {readme.PROOF_BEGIN} and {readme.PROOF_END} in README.md, found "
+            f"none; the proof has no place there: add them where a reviewer looks first"
+        )
+    file.write_text(new, encoding="utf-8")

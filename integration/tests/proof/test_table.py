@@ -1,6 +1,7 @@
 # ruff: noqa: E501
 """The proof's table: each cell from its own check, and any one that fails is seen."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from integration import paths
 from integration.errors import UserError
 from integration.patchset.finding import Finding
 from integration.patchset.patch import Contribution, Trailer
+from integration.patchset.stale import stale
 from integration.proof import table
 from integration.proof.parity import Parity
 from integration.proof.stages import Stage, Suite
@@ -94,3 +96,31 @@ before
 <!-- proof:end -->
 after""",
     )
+
+
+def test_stale_once_a_patch_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The placeholder is no proof and not stale; a written one is of the patches as they were."""
+    monkeypatch.setattr(paths, "REPO", tmp_path)
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- proof:begin -->\nNot recorded yet.\n<!-- proof:end -->\n")
+    one, two = (contribution(name, "", tmp_path) for name in ("one", "two"))
+    assert list(stale(tmp_path, [one, two])) == []
+    cells = ("3", "2", "-", "1", "3", "equal", "1")
+    table.write([table.Row(c.name, c.sha256, cells) for c in (one, two)], [])
+    assert list(stale(tmp_path, [one, two])) == []
+    changed = replace(two, data=b"changed")
+    (found,) = stale(tmp_path, [one, changed])
+    assert str(found) == (
+        f"(full set): stale proof\n"
+        f"  at        README.md\n"
+        f"  expected  two {changed.sha256[:8]}\n"
+        f"  found     two {two.sha256[:8]}\n"
+        f"  next      integration test --prove --full --record"
+    )
+    assert [f.found for f in stale(tmp_path, [one, two, replace(one, name="new")])] == [
+        "none of new"
+    ]
+    assert [f.expected for f in stale(tmp_path, [one])] == ["two not in the set"]
+    # Nor does it stand in the way of the run that writes the next one.
+    (row,) = table.rows([two], verdicts("two"), [Parity("two", True, "")], [found], 2)
+    assert row.good
