@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-NOTED = "2026-11-29"
+NOTED = "2026-11-30"
 _PYTORCH = "https://github.com/pytorch/pytorch/blob/main"
+_TEMPLATE = f"{_PYTORCH}/.github/PULL_REQUEST_TEMPLATE/fix_issue.md"
 _TITAN = "https://github.com/pytorch/torchtitan/blob/main"
 
 
@@ -18,24 +19,25 @@ class Rule:
 RULES = {
     "pytorch": (
         Rule(
-            "a person has read every line, understands it, answers for it, and has added comment "
-            "of their own; contributions of fully autonomous agents are not accepted",
+            "a person has read every line, understands it, is responsible for it, and has added "
+            "comment of their own; contributions of fully autonomous agents are not accepted",
             f"{_PYTORCH}/AI_POLICY.md",
         ),
         Rule(
-            "the AI section below says what AI did",
-            f"{_PYTORCH}/AI_POLICY.md",
+            "what AI wrote stands under its heading, and nowhere else", f"{_PYTORCH}/AI_POLICY.md"
         ),
         Rule(
-            "an issue is linked, or a maintainer's approval; a summary of one paragraph",
-            f"{_PYTORCH}/.github/PULL_REQUEST_TEMPLATE",
+            "`Fixes #ISSUE`, or the maintainer who has agreed; a summary of one paragraph at most "
+            "beyond the issue; `BC-breaking?` answered",
+            _TEMPLATE,
         ),
+        Rule("`spin fixlint` (lintrunner) is clean", _TEMPLATE),
+        Rule("tests are added or updated, beside related ones, and can fail", _TEMPLATE),
+        Rule("benchmark results where performance changes", _TEMPLATE),
         Rule(
-            "the author of each commit has signed the CLA (EasyCLA)", f"{_PYTORCH}/CONTRIBUTING.md"
+            "the author of each commit has signed the CLA (EasyCLA)",
+            f"{_PYTORCH}/.github/merge_rules.yaml",
         ),
-        Rule("`lintrunner` (`spin lint`) is clean", f"{_PYTORCH}/CONTRIBUTING.md"),
-        Rule("tests stand beside related ones, and can fail", f"{_PYTORCH}/CONTRIBUTING.md"),
-        Rule("labels: release notes and topic", f"{_PYTORCH}/CONTRIBUTING.md"),
     ),
     "torchtitan": (
         Rule(
@@ -60,8 +62,8 @@ RULES = {
             f"{_TITAN}/CONTRIBUTING.md",
         ),
         Rule(
-            "a person has read every line, understands it and answers for it; what AI did is said "
-            "below (PyTorch's rule; TorchTitan has none of its own)",
+            "a person has read every line, understands it and is responsible for it; what AI wrote "
+            "stands under its heading (PyTorch's rule; TorchTitan has none of its own)",
             f"{_PYTORCH}/AI_POLICY.md",
         ),
     ),

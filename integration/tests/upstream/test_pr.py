@@ -234,7 +234,7 @@ Machine: gpu none, cores 2. torch 1.0
 
 <!-- Not part of the text: remove from here on before sending. -->
 
-## Checklist (upstream's rules as noted on 2026-11-29; read them again)
+## Checklist (upstream's rules as noted on 2026-11-30; read them again)
 
 - [x] the tests are in the branch: test/test_two.py
 - [x] they fail without the change
