@@ -33,6 +33,8 @@ def drift(
     import json
     from dataclasses import asdict, replace
 
+    from rich.console import Console
+
     from integration.errors import UserError
     from integration.patchset import pins as pins_module
     from integration.patchset import repository
@@ -45,14 +47,15 @@ def drift(
     drifts = module.drift(contributions, others)
     if run_drop_when:
         mine = {c.name: c for c in contributions}
-        try:
-            with dropwhen.environment(others, pins) as python:
-                drifts = [
-                    replace(d, drop_when=dropwhen.words(dropwhen.run(mine[d.name], str(python))))
-                    for d in drifts
-                ]
-        except UserError as error:
-            drifts = [replace(d, drop_when=f"{module.NOT_RUN}: {error}") for d in drifts]
+        with Console(stderr=True).status("Installing into a throwaway environment") as status:
+            try:
+                with dropwhen.environment(others, pins) as python:
+                    for place, d in enumerate(drifts):
+                        status.update(f"Drop-when of {d.name}, {place + 1} of {len(drifts)}")
+                        outcome = dropwhen.run(mine[d.name], str(python))
+                        drifts[place] = replace(d, drop_when=dropwhen.words(outcome))
+            except UserError as error:
+                drifts = [replace(d, drop_when=f"{module.NOT_RUN}: {error}") for d in drifts]
     if as_json:
         print(json.dumps([asdict(d) for d in drifts], indent=2))
     else:
@@ -177,9 +180,12 @@ evidence  of a changed patch is stale: measure again, in commits of its own"""
 
 def drop(name: str) -> None:
     """Let NAME go: only when its Drop-when test passes on the unpatched pin."""
+    from rich.console import Console
+
     from integration.upstream.drop import drop as run_drop
 
-    file = run_drop(name)
+    with Console(stderr=True).status(f"Running the Drop-when test of {name}"):
+        file = run_drop(name)
     print(f"{name}: upstream no longer needs it; recorded in {file}")
     print("next: integration patches readme --write, then integration patches check, then commit")
 
@@ -195,9 +201,12 @@ def pr(
     """Prepare NAME as a pull request: a branch in DIR, and pr.md. A person submits it."""
     import shlex
 
+    from rich.console import Console
+
     from integration.upstream.pr import prepare
 
-    prepared = prepare(name, checkout, base, test=test)
+    with Console(stderr=True).status(f"Making the branch {name}, then its linters and tests"):
+        prepared = prepare(name, checkout, base, test=test)
     branch = prepared.branch
     path = shlex.quote(str(checkout))
     print(f"branch    {branch.name} of {checkout}: on {branch.base[:12]}")
