@@ -254,10 +254,4 @@ def _write(
     checkout: Path, old: scratch.Files, new: scratch.Files, todo: Sequence[Contribution]
 ) -> None:
     paths = sorted(scratch.touched(todo))
-    try:
-        replace_all(checkout, {p: new.get(p) for p in paths if old.get(p) != new.get(p)})
-    except OSError as error:
-        raise UserError(
-            f"expected to write the patched files of {checkout}, found: {error}; nothing was "
-            f"changed: make room, or the files writable, and repeat"
-        ) from error
+    replace_all(checkout, {p: new.get(p) for p in paths if old.get(p) != new.get(p)})

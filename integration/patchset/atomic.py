@@ -7,13 +7,28 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from integration.errors import UserError
+
 
 def replace_all(folder: Path, new: Mapping[str, bytes | None]) -> None:
     """Give the files of ``folder`` new contents; None removes one.
 
     Everything is written beside first, where a full disk or a missing permission shows. Then each
     is renamed into place; should one fail, or Ctrl-C come between, those before it are put back.
+
+    Raises:
+        UserError: the disk is full, or a file cannot be written. Nothing was changed then.
     """
+    try:
+        _replace_all(folder, new)
+    except OSError as error:
+        raise UserError(
+            f"expected to write the files of {folder}, found: {error}; nothing was changed: make "
+            f"room, or the files writable, and repeat"
+        ) from error
+
+
+def _replace_all(folder: Path, new: Mapping[str, bytes | None]) -> None:
     current = {path: folder / path for path in new}
     with contextlib.ExitStack() as undo:
         staged: dict[str, Path] = {}

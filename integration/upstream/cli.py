@@ -122,10 +122,7 @@ def rebase(
         else:
             pins = pins_module.load()
             others = newer.parse(onto or [], pins, "--onto")
-            upstreams = {pin.package: pin.upstream for pin in pins.values()}
-            pairs = (value.partition("==") for value in commit or [])
-            shas = {upstreams.get(name, name): sha for name, _, sha in pairs}
-            result = module.start(others, shas)
+            result = module.start(others, newer.commits(commit or [], others))
     except KeyboardInterrupt:
         begun = module.folder().exists()
         raise UserError(

@@ -83,6 +83,26 @@ def parse(values: Sequence[str], pins: Mapping[str, Pin], option: str) -> dict[s
     return found
 
 
+def commits(values: Sequence[str], others: Mapping[str, Newer]) -> dict[str, str]:
+    """Read ``torch==SHA``: upstream to the commit of its other version.
+
+    Raises:
+        UserError: no whole SHA, or not of one of ``others``.
+    """
+    pins = {name: o.pin for o in others.values() for name in (o.pin.package, o.pin.upstream)}
+    found = {}
+    for value in values:
+        name, _, sha = value.partition("==")
+        if name not in pins or not re.fullmatch("[0-9a-f]{40}", sha):
+            pin = pins.get(name) or next(iter(pins.values()))
+            raise UserError(
+                f"expected --commit {pin.package}==SHA with all 40 digits, got {value!r}; nothing "
+                f"was done: see `git ls-remote --tags {pin.repository}`"
+            )
+        found[pins[name].upstream] = sha
+    return found
+
+
 def _locate(pin: Pin, where: str) -> Newer:
     path = Path(where).expanduser()
     if path.suffix == ".whl" and path.is_file():

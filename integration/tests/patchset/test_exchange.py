@@ -198,7 +198,7 @@ def test_a_failing_export_writes_nothing(
         replace(source, target)
 
     monkeypatch.setattr(atomic.os, "replace", breaks)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(UserError, match=r"No space.*nothing was changed"):
         checkout.export_set(work)
     assert tree(full.root) == before
 

@@ -296,6 +296,17 @@ def test_the_pins_own_version(full: House, tmp_path: Path) -> None:
         rebase.start(others, {"pytorch": COMMIT})
 
 
+@pytest.mark.parametrize("value", ["fakebase", "fakebase==abc", f"fakeapp=={COMMIT}"])
+def test_a_commit_that_is_none(full: House, tmp_path: Path, run, value: str) -> None:  # noqa: F811
+    path = wheel(tmp_path, "fakebase", "2.0")
+    ran = run("patches", "rebase", "--onto", f"fakebase=={path}", "--commit", value)
+    assert (ran.code, "expected --commit fakebase==SHA with all 40 digits, got" in ran.err) == (
+        2,
+        True,
+    )
+    assert not rebase.folder().exists()
+
+
 def test_a_checkout_is_no_pin(full: House, tmp_path: Path) -> None:
     upstream = full.checkout(tmp_path / "upstream")
     others = newer.parse([f"fakebase=={upstream}"], pins.load(), "--onto")
