@@ -151,18 +151,24 @@ def _show_stop(stopped: "Stopped") -> None:
     )
 
 
-def _show_done(done: "Done") -> None:
+def _show_naming(text: str) -> None:
+    """Print the files that name what has gone, for a person to mend."""
     from integration import paths
     from integration.patchset import git
 
+    # Evidence tells what was measured then: it is measured again, never edited.
+    line = ["grep", "--fixed-strings", "--word-regexp", "-l", text, "--", ":!*/evidence/*"]
+    naming = git.attempt(line, paths.REPO).text.splitlines()
+    there = [name for name in naming if (paths.REPO / name).is_file()]
+    if there:
+        print(f"  still naming {text}: {', '.join(there)}")
+
+
+def _show_done(done: "Done") -> None:
     print("\n".join(done.said))
     for old, new in done.moved:
         print(f"{old.package}: {old.version} -> {new.version} ({new.tag}, {new.commit[:12]})")
-        # Evidence tells what was measured then: it is measured again, never edited.
-        line = ["grep", "--fixed-strings", "-l", old.version, "--", ":!*/evidence/*"]
-        naming = git.attempt(line, paths.REPO)
-        if naming.out:
-            print(f"  still naming {old.version}: {', '.join(naming.text.splitlines())}")
+        _show_naming(old.version)
     package = " ".join(f"{new.package}=={new.version}" for _, new in done.moved)
     shown = ", ".join(f"{new.package} {new.version}" for _, new in done.moved)
     print(
@@ -184,7 +190,11 @@ def drop(name: str) -> None:
     with Console(stderr=True).status(f"Running the Drop-when test of {name}"):
         file = run_drop(name)
     print(f"{name}: upstream no longer needs it; recorded in {file}")
-    print("next: integration patches readme --write, then integration patches check, then commit")
+    _show_naming(name)
+    print(
+        "next: integration patches readme --write, mend the files named above, then integration "
+        "patches check, then commit"
+    )
 
 
 def pr(

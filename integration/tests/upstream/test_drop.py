@@ -44,11 +44,13 @@ test_of_two.__test__ = False  # pyrefly: ignore[missing-attribute]
 
 
 def test_dropped(three: House, run) -> None:  # noqa: F811
+    (three.root / "order.py").write_text('ORDER = ("one", "two", "last")\n')
     test_of_two(three, "self.assertEqual(fakebase.VALUE, 'pristine')")
     head = user_git(three.root, "rev-parse", "--short=12", "HEAD").strip()
     digest = three.get("two").sha256
     ran = run("patches", "drop", "two")
     assert (ran.code, ran.out.startswith("two: upstream no longer needs it")) == (0, True), ran.err
+    assert "still naming two: order.py\n" in ran.out
     assert [c.name for c in repository.load()] == ["one", "last"]
     assert three.series().read_text() == "one\nlast\n"
     assert not (three.root / "pytorch_contrib/two").exists()
