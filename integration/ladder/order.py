@@ -20,6 +20,7 @@ ORDER = {
     "fsdp_expert_shard_check": "a check before the first step; nothing of a step",
     "shared_rope_cache": "memory that the layers hold from the start",
     "activation_offload": "370 to 508 tokens/s in the published ladder",
+    "moe_combine_memory": "memory of backward: the peak that is left when blocks keep nothing",
     "dist_muon_any_device": "the next ones need it; the job does not use Muon yet",
     "flex_shard_muon": "the job changes from AdamW to Muon, which later ones make faster",
     "dist_muon_batched_compute": "the next ones need it",
