@@ -155,6 +155,7 @@ def main() -> None:
             print(variant, runs[variant][-1], file=sys.stderr)
     results = {
         variant: {key: statistics.median(r[key] for r in rs) for key in rs[0]}
+        | {f"{key}_of_all_runs": [r[key] for r in rs] for key in rs[0]}
         for variant, rs in runs.items()
     }
     report = {
@@ -163,7 +164,6 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
         "statistic": f"median of {args.processes} processes each, interleaved",
         "results": results,
-        "all_runs": runs,
     }
     print(json.dumps(report, indent=2))
     if results["patched"]["saved_bytes"] >= results["pristine"]["saved_bytes"]:
