@@ -6,8 +6,11 @@ balanced: as many tokens arrive at a rank's experts as leave it.
 """
 
 from integration.job.spec import JobSpec
+from integration.plan.levers import Levers
 
 BF16, FP32 = 2, 4
+# Elements of a chunk: ``CHUNK_NUMEL`` of ``moe_combine_memory``.
+COMBINE_CHUNK = 16 * 2**20
 
 
 def tokens(job: JobSpec) -> int:
@@ -49,19 +52,28 @@ def mlp_bytes(job: JobSpec) -> int:
     return tokens(job) * per_token
 
 
-def routed_bytes(job: JobSpec) -> int:
+def routed_bytes(job: JobSpec, levers: Levers) -> int:
     """Routed experts, saved: input ``k d``, gate, up, SiLU, product ``4 k f`` in bf16, and the
-    output before it is scored, ``k d`` in fp32 (models/common/token_dispatcher.py, ``combine``)."""
+    output before it is scored, ``k d``: in fp32 (models/common/token_dispatcher.py, ``combine``),
+    with ``moe_combine_memory`` in bf16."""
     shape = job.shape
-    per_copy = BF16 * (shape.hidden + 4 * shape.expert_hidden) + FP32 * shape.hidden
+    output = BF16 if levers.moe_combine_memory else FP32
+    per_copy = BF16 * (shape.hidden + 4 * shape.expert_hidden) + output * shape.hidden
     return tokens(job) * shape.top_k * per_copy
 
 
-def combine_bytes(job: JobSpec) -> int:
+def combine_bytes(job: JobSpec, levers: Levers) -> int:
     """Alive only while the backward of the scores runs: the incoming gradient and its products with
     the scores and with the outputs, ``k d`` each in fp32. In forward it is the bf16 output and the
-    fp32 product, half as much."""
-    return tokens(job) * job.shape.top_k * job.shape.hidden * 3 * FP32
+    fp32 product, half as much.
+
+    With ``moe_combine_memory`` it is the gradient coming in and the one going out, in bf16, and two
+    fp32 chunks.
+    """
+    numel = tokens(job) * job.shape.top_k * job.shape.hidden
+    if levers.moe_combine_memory:
+        return numel * 2 * BF16 + 2 * FP32 * min(numel, COMBINE_CHUNK)
+    return numel * 3 * FP32
 
 
 def selective_bytes(job: JobSpec) -> int:

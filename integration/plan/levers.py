@@ -14,6 +14,7 @@ class Levers:
     fsdp_unshard_async_op: bool = True
     embedding_skip_backward_gather: bool = True
     activation_offload: bool = True
+    moe_combine_memory: bool = True
     flex_shard_muon: bool = True
     muon_gpu_newton_schulz: bool = True
     flex_shard_newton_schulz: bool = True

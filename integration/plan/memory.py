@@ -199,7 +199,7 @@ def _moments(job: JobSpec, levers: Levers, stage: int) -> dict[str, dict[str, fl
             "gathered weights and prefetch": weights,
             "gradients being reduced": accumulated + FP32 * layer,
             "recomputation": activations.attention_bytes(job) + activations.mlp_bytes(job),
-            "MoE buffers": activations.routed_bytes(job) + activations.combine_bytes(job),
+            "MoE buffers": _moe_bytes(job, levers),
         },
         "reduction": {
             "gathered weights and prefetch": weights,
@@ -239,6 +239,10 @@ def _unsharded(job: JobSpec, levers: Levers, stage: int) -> tuple[float, float]:
     held_twice = sharded and not levers.fsdp_unshard_async_op
     layers = min(LAYERS_GATHERED, job.shape.layers)
     return float(BF16 * layer * layers * (2 if held_twice else 1)), 0.0
+
+
+def _moe_bytes(job: JobSpec, levers: Levers) -> int:
+    return activations.routed_bytes(job, levers) + activations.combine_bytes(job, levers)
 
 
 def _optimizer_moment(job: JobSpec, levers: Levers) -> dict[str, float]:
