@@ -63,17 +63,19 @@ def routed_bytes(job: JobSpec, levers: Levers) -> int:
 
 
 def combine_bytes(job: JobSpec, levers: Levers) -> int:
-    """Alive only while the backward of the scores runs: the incoming gradient and its products with
-    the scores and with the outputs, ``k d`` each in fp32. In forward it is the bf16 output and the
-    fp32 product, half as much.
+    """Alive only while the routed experts' outputs are brought back, beside what they save.
 
-    With ``moe_combine_memory`` it is the gradient coming in and the one going out, in bf16, and two
-    fp32 chunks.
+    In the backward of the scores: the incoming gradient and its products with the scores and with
+    the outputs, ``k d`` each in fp32. With ``moe_combine_memory``: the gradient coming in and the
+    one going out, in bf16, and two fp32 chunks. Then the all-to-all of the forward pass needs more:
+    the outputs as computed, as they are sent, and as they arrive, before they are joined to what is
+    saved, ``k d`` each in bf16.
     """
     numel = tokens(job) * job.shape.top_k * job.shape.hidden
-    if levers.moe_combine_memory:
-        return numel * 2 * BF16 + 2 * FP32 * min(numel, COMBINE_CHUNK)
-    return numel * 3 * FP32
+    if not levers.moe_combine_memory:
+        return numel * 3 * FP32
+    backward = numel * 2 * BF16 + 2 * FP32 * min(numel, COMBINE_CHUNK)
+    return max(backward, numel * 3 * BF16 if job.layout.ep > 1 else 0)
 
 
 def selective_bytes(job: JobSpec) -> int:

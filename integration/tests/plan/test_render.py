@@ -33,8 +33,8 @@ CUDA context                  │   0.60 │           0.60 │
 gathered weights and prefetch │  12.32 │          12.32 │
 gradients being reduced       │  12.32 │          12.32 │
 recomputation                 │   7.81 │           7.81 │
-MoE buffers                   │  31.12 │          31.12 │
-GPU, at recomputation         │  67.73 │          67.73 │  95.0
+MoE buffers                   │  37.00 │          37.00 │
+GPU, at recomputation         │  73.61 │          73.61 │  95.0
 ──────────────────────────────┼────────┼────────────────┼──────
 process                       │   4.00 │           4.00 │
 parameters, pinned            │  14.04 │          14.04 │
@@ -76,7 +76,7 @@ shared_rope_cache              │   +4.56 │          │            │
 fsdp_unshard_async_op          │  +12.32 │          │            │
 embedding_skip_backward_gather │         │          │      +0.78 │          +0.03
 activation_offload             │  +53.25 │   -54.75 │            │
-moe_combine_memory             │  +29.88 │          │            │
+moe_combine_memory             │  +24.00 │          │            │
 flex_shard_muon                │         │    +9.20 │      -0.21 │          +0.05
 muon_gpu_newton_schulz         │         │          │            │         +46.06
 flex_shard_newton_schulz       │         │          │            │
