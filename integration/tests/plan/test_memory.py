@@ -101,7 +101,7 @@ def test_the_1t_job_fits_only_with_activation_offload():
 
 def test_the_1t_job_fits_only_with_less_memory_in_combine():
     """TorchTitan 0.3.0 saves the routed tokens in fp32, 12 GiB, and in the backward of their scores
-    holds three more copies; the patch saves 6 GiB, and holds three more of that when they arrive."""
+    holds three more copies; the patch saves 6 GiB and holds three more such when they arrive."""
     need = memory.worst(JUPITER_1T, JUPITER, ON).hbm_total
     without = memory.worst(JUPITER_1T, JUPITER, ON.without("moe_combine_memory")).hbm_total
     assert need < JUPITER.gpu.hbm_gib * GIB < without
