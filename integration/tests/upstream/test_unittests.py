@@ -100,6 +100,35 @@ def test_only_differences_are_told(house: House, tmp_path: Path, run) -> None:  
         assert (ran.code, ran.out.splitlines()[-1]) == (0, "0 passed, 0 failed")
 
 
+def test_what_fails_beside_others_only_is_no_difference(
+    house: House,
+    tmp_path: Path,
+    run,  # noqa: F811
+    monkeypatch,
+) -> None:
+    """Upstream's distributed tests share a port: two files at once, and one of them fails."""
+    house.add("leaf", {"fakebase/deep/inner/leaf.py": "LEAF = 'patched'\n"})
+    checkout = house.checkout(tmp_path / "checkout")
+    (checkout / "test").mkdir()
+    for name in ("port", "port_too"):
+        (checkout / f"test/test_{name}.py").write_text("import fakebase.deep.inner.leaf\n")
+    started: list[str] = []
+
+    def outcomes(report: Path) -> dict[str, str]:
+        module, _, stage = report.name.removesuffix(".xml").partition(".py.")
+        first = report.name not in started
+        started.append(report.name)
+        taken = first and stage == "patched" and module == "test.test_port"
+        return {f"{module}::test": "error" if taken else "passed"}
+
+    monkeypatch.setattr(unittests, "run_pytest", lambda *_, **__: None)
+    monkeypatch.setattr(unittests, "outcomes", outcomes)
+    ran = run("test", "--upstream", str(checkout))
+    assert "worse in 1 test file(s); once more, one after the other" in ran.out
+    assert (ran.code, ran.out.splitlines()[-1]) == (0, "2 passed, 0 failed")
+    assert len(started) == 4 + 2
+
+
 def test_no_upstream_there(house: House, tmp_path: Path, run) -> None:  # noqa: F811
     with pytest.raises(UserError, match="expected fakebase/ and test/ or fakeapp/ and tests/unit"):
         unittests.run([], house.checkout(tmp_path / "checkout"))
