@@ -82,7 +82,10 @@ def test_offloaded_muon_divides_its_work_alike_on_all_rungs(
 
 
 def test_muon_without_that_option_is_left_alone(monkeypatch):
+    def pinned(params: object) -> None: ...
+
     monkeypatch.setattr(probe, "device_type", "cuda")
+    monkeypatch.setattr(probe, "find", lambda module, name: pinned)
     muon: dict = {"Muon": {}}
-    probe._fix_update_split(_config(muon, offload=True))  # the pin's own DistMuon
+    probe._fix_update_split(_config(muon, offload=True))
     assert muon == {"Muon": {}}
