@@ -1,14 +1,18 @@
 """The jobs as TorchTitan's configs, down to the model on the meta device."""
 
-from importlib import import_module
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from integration.errors import UserError
-from integration.job import catalog, config_registry, contributed, trainer_config
+from integration.job import catalog, config_registry, trainer_config
 from integration.job.moe import model_spec
+from integration.patchset import overlay
+from integration.paths import REPO
 
 BILLION = 1e9
 
@@ -57,15 +61,30 @@ def test_the_slice_is_cut_by_the_launcher(monkeypatch):
     assert config.parallelism.expert_parallel_degree == 2
 
 
-def test_the_muon_of_a_gpu_fits_the_table_of_parameters(monkeypatch):
-    # Printed at every start. On a GPU Muon has one argument more: the Gram iteration.
-    table = import_module("torchtitan.components.optimizer.param_groups")
-    monkeypatch.setattr(contributed, "device_type", "cuda")
-    spec = model_spec("mini", catalog.MINI.shape)
-    config = contributed.muon(spec, lr=1e-3)
-    assert config.optimizer_factory_kwargs_by_name["Muon"]["newton_schulz"] == "gram"
-    with torch.device("meta"):
-        assert "experts.w1_EFD" in table.format_param_groups(config, spec.model.build())
+GPU_TABLE = """
+import torch
+from torchtitan.components.optimizer.param_groups import format_param_groups
+from integration.job import catalog, contributed
+from integration.job.moe import model_spec
+
+contributed.device_type = "cuda"
+spec = model_spec("mini", catalog.MINI.shape)
+config = contributed.muon(spec, lr=1e-3)
+print(config.optimizer_factory_kwargs_by_name["Muon"]["newton_schulz"])
+with torch.device("meta"):
+    print(format_param_groups(config, spec.model.build()))
+"""
+
+
+def test_the_muon_of_a_gpu_fits_the_table_of_parameters():
+    """Printed at every start of the full set. On a GPU Muon has one argument more."""
+    env = {**os.environ, "PYTHONPATH": overlay.build().pythonpath(str(REPO))}
+    command = [sys.executable, "-c", GPU_TABLE]
+    ran = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    method, _, table = ran.stdout.partition("\n")
+    assert method == "gram"
+    assert "experts.w1_EFD" in table
 
 
 def test_leonardo_checkpoints_selectively():
