@@ -1,0 +1,119 @@
+# Owner(s): ["oncall: distributed"]
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch.testing._internal.common_fsdp import FSDPTest
+from torch.testing._internal.common_utils import (
+    HardwareClassification,
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
+from torch.testing._internal.distributed._tensor.common_dtensor import (
+    DTensorTestBase,
+    with_comms,
+)
+
+
+def exact_norm(tensor: torch.Tensor) -> float:
+    parts = tensor.reshape(-1).split(1 << 16)
+    return sum(part.double().square().sum() for part in parts).sqrt().item()
+
+
+def norm_at_once(grad: DTensor) -> tuple[torch.Tensor, int]:
+    """The norm as it was, and the number of its collectives."""
+    with CommDebugMode() as comms:
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad)]))
+    return norm, comms.get_total_counts()
+
+
+class TestClipGradCPUDTensor(DTensorTestBase):
+    hw_classification = HardwareClassification.GENERIC
+
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    @property
+    def device_type(self) -> str:
+        return "cpu"
+
+    @with_comms
+    def test_placements(self):
+        mesh = init_device_mesh("cpu", (2,))
+        torch.manual_seed(0)
+        cases = [
+            ((5, 600, 1000), Shard(0)),  # uneven
+            ((1, 1500, 1000), Shard(0)),  # a rank without rows
+            ((5, 600, 1000), Shard(1)),
+            ((5, 600, 1000), Replicate()),
+        ]
+        for shape, placement in cases:
+            with self.subTest(shape=shape, placement=placement):
+                full = torch.randn(shape)
+                grad = distribute_tensor(full, mesh, [placement])
+                with CommDebugMode() as comms:
+                    total = get_total_norm([grad])
+                self.assertEqual(comms.get_total_counts(), norm_at_once(grad)[1])
+                self.assertIsInstance(total, DTensor)
+                got = total.full_tensor().item()
+                # The pristine sum is off by 1e-5 to 1e-4 here.
+                self.assertEqual(got, exact_norm(full), rtol=1e-6, atol=0)
+
+    @with_comms
+    def test_sharded_along_the_rows_is_as_before(self):
+        # Norms of rows that are cut would have to be reduced, row by row.
+        mesh = init_device_mesh("cpu", (2,))
+        torch.manual_seed(0)
+        grad = distribute_tensor(torch.randn(1200, 1000), mesh, [Shard(1)])
+        with CommDebugMode() as comms:
+            total = get_total_norm([grad])
+        expected, collectives = norm_at_once(grad)
+        self.assertEqual(comms.get_total_counts(), collectives)
+        self.assertEqual(total.full_tensor(), expected.full_tensor(), rtol=0, atol=0)
+
+    @with_comms
+    def test_two_mesh_dims(self):
+        mesh = init_device_mesh("cpu", (1, 2))
+        torch.manual_seed(0)
+        full = torch.randn(6, 500, 1000)
+        for placements in ([Shard(1), Shard(0)], [Replicate(), Shard(0)]):
+            grad = distribute_tensor(full, mesh, placements)
+            total = get_total_norm([grad]).full_tensor().item()
+            self.assertEqual(total, exact_norm(full), rtol=1e-6, atol=0)
+
+
+class TestClipGradCPUOffload(FSDPTest):
+    hw_classification = HardwareClassification.CUDA
+
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    @skip_if_lt_x_gpu(2)
+    @parametrize("foreach", [None, False])
+    def test_fsdp2_cpu_offload(self, foreach):
+        # The mesh is of GPUs, the gradients are on the host.
+        torch.manual_seed(42)
+        model = nn.Linear(1000, 3000, bias=False)
+        fully_shard(model, offload_policy=CPUOffloadPolicy())
+        model(torch.randn(16, 1000, device="cuda")).sum().backward()
+        (parameter,) = model.parameters()
+        self.assertEqual(parameter.grad.device.type, "cpu")
+        full = parameter.grad.full_tensor().cpu()
+        total = clip_grad_norm_([parameter], 1.0, foreach=foreach)
+        got = total.full_tensor().item()
+        self.assertEqual(got, exact_norm(full), rtol=1e-6, atol=0)
+
+
+instantiate_parametrized_tests(TestClipGradCPUOffload)
+
+
+if __name__ == "__main__":
+    run_tests()
