@@ -21,7 +21,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.utils import device_type
 
 from integration.errors import UserError
-from integration.job import contributed
+from integration.job import attention, contributed
 from integration.job.checkpoint import ReshardingCheckpointManager
 from integration.job.dataloader import TextDataLoader
 from integration.job.moe import model_spec
@@ -34,6 +34,7 @@ FP8_CAPABILITY = (8, 9)
 
 def trainer_config(job: JobSpec, *, tokenizer: str = "./tokenizer") -> JobTrainer.Config:
     """Return the config that trains ``job``, with every contribution on that the set has."""
+    attention.compile_without_autotuning()
     spec = model_spec(job.name, job.shape, _fp8_converters(job) if job.fp8 else ())
     return JobTrainer.Config(
         model_spec=spec,
