@@ -264,10 +264,13 @@ def _fix_update_split(config: MeasuredTrainer.Config) -> None:
     """Let offloaded Muon (``muon_gpu_newton_schulz``) divide its work in the same way on each rung.
 
     By default ranks time the ways to share it with the host and take the quickest. Another rung may
-    find another one the quickest, and its rounding is not the same.
+    find another one the quickest, and its rounding is not the same: left alone where no numbers are
+    compared.
     """
     muon = config.optimizer.optimizer_factory_kwargs_by_name.get("Muon")
     if muon is None or not config.training.enable_cpu_offload or device_type == "cpu":
+        return
+    if not config.debug.deterministic:
         return
     dist_muon = find("torchtitan.distributed.flex_shard.dist_muon", "DistMuon")
     if dist_muon is not None and "update_split" in signature(dist_muon).parameters:
