@@ -42,7 +42,12 @@ def ladder(
         ),
     ] = False,
     traces: Annotated[
-        bool, typer.Option("--traces", help="On a GPU: keep a Chrome trace of a step of each rung.")
+        bool,
+        typer.Option(
+            "--traces",
+            help="On a GPU: keep a Chrome trace of a step of each rung, and of one more the "
+            "allocator's history.",
+        ),
     ] = False,
     record: Annotated[
         bool, typer.Option("--record", help="Keep the result in integration/evidence.")

@@ -2,3 +2,4 @@
 
 RESULT_FILE = "measured.json"
 TRACE_FILE = "trace-{rank}.json"
+SNAPSHOT_FILE = "snapshot-{rank}.pickle"

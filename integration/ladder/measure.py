@@ -19,7 +19,7 @@ from pathlib import Path
 from integration.job import launch, machine
 from integration.job.failure import diagnose, rank_folder
 from integration.job.run import Job, Run
-from integration.ladder.layout import RESULT_FILE, TRACE_FILE
+from integration.ladder.layout import RESULT_FILE, SNAPSHOT_FILE, TRACE_FILE
 from integration.ladder.rungs import Rung
 from integration.patchset import overlay
 from integration.paths import cache_dir
@@ -38,7 +38,8 @@ FRAME = re.compile(r'File "[^"]*", line \d+ in (\S+)')
 class Session:
     """What all rungs have in common.
 
-    A rung gets ``timeout`` seconds. ``traces`` is where rank 0's Chrome traces go, if anywhere.
+    A rung gets ``timeout`` seconds. ``traces`` is where rank 0's Chrome traces and allocator
+    snapshots go, if anywhere.
     """
 
     job: Job
@@ -87,13 +88,19 @@ def measure(session: Session, rung: Rung, folder: Path) -> dict:
     started = time.time()
     result = _run(line, env, folder, session.timeout)
     result["start_s"] = result.pop("first_step_at") - started
-    trace = folder / TRACE_FILE.format(rank=0)
-    if session.traces is not None and trace.exists():
-        session.traces.mkdir(exist_ok=True)
-        kept = session.traces / f"{folder.name}.json.gz"
-        kept.write_bytes(gzip.compress(trace.read_bytes()))
+    if session.traces is not None:
+        _keep(folder, session.traces)
     shutil.rmtree(folder, ignore_errors=True)
     return result
+
+
+def _keep(folder: Path, traces: Path) -> None:
+    """Keep what rank 0 left of a rung besides its figures, compressed, under the rung's name."""
+    for file, ending in ((TRACE_FILE, "json.gz"), (SNAPSHOT_FILE, "snapshot.pickle.gz")):
+        left = folder / file.format(rank=0)
+        if left.exists():
+            traces.mkdir(exist_ok=True)
+            (traces / f"{folder.name}.{ending}").write_bytes(gzip.compress(left.read_bytes()))
 
 
 def _run(line: Sequence[str], env: dict[str, str], folder: Path, timeout: float) -> dict:

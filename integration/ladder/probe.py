@@ -9,16 +9,20 @@ in the step alone. On a GPU the ends of phases are events in the compute stream,
 nothing; only the optimizer's end waits for all streams. Each time is that of the slowest rank.
 
 Exposed communication and copies come from one more step under the profiler, on a GPU.
+
+Where traces are asked for, rank 0 records its CUDA allocator's history in yet another step. That
+slows each allocation and takes memory of the host, so all figures are those before this step.
 """
 
 import faulthandler
 import json
 import os
+import pickle
 import signal
 import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -34,10 +38,12 @@ from torchtitan.tools.utils import device_type
 from integration.job.contributed import find
 from integration.job.machine import peak_resident_set
 from integration.job.trainer import JobTrainer
-from integration.ladder.layout import RESULT_FILE, TRACE_FILE
+from integration.ladder.layout import RESULT_FILE, SNAPSHOT_FILE, TRACE_FILE
 from integration.ladder.trace import exposed
 
 PHASES = ("forward_s", "backward_s", "optimizer_s")
+# Of some kB of the host's memory each. A step has some ten thousand; older ones would be dropped.
+MAX_ALLOCATOR_EVENTS = 500_000
 
 
 class HostClock:
@@ -79,6 +85,9 @@ class MeasuredTrainer(JobTrainer):
         profiled: int = 0
         """Steps after the measured ones, under the profiler, on a GPU"""
 
+        recorded: int = 0
+        """Steps after training.steps, with rank 0's allocator history recorded, on a GPU"""
+
         newton_schulz_on_cpu: bool = False
         """Leave all of Muon's work on offloaded weights to the CPU: one rank only"""
 
@@ -92,6 +101,7 @@ class MeasuredTrainer(JobTrainer):
         self._gpu = device_type == "cuda"
         self._warmup = config.warmup
         self._last_measured = config.training.steps - config.profiled
+        self._last = config.training.steps + config.recorded
         self._clock = DeviceClock() if self._gpu else HostClock()
         self._open: dict[str, Any] = {}
         self._spans: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
@@ -101,6 +111,7 @@ class MeasuredTrainer(JobTrainer):
         self._peaks: list[tuple[int, int]] = []
         self._pools: dict[str, dict[str, int]] = {}
         self._first_step_at = 0.0
+        self._figures: dict[str, Any] = {}
         self.model_parts[0].register_forward_hook(self._after_forward)
         self.optimizers.register_step_pre_hook(lambda *_: self._begin("optimizer_s"))
         self.optimizers.register_step_post_hook(self._after_optimizer)
@@ -147,13 +158,20 @@ class MeasuredTrainer(JobTrainer):
     def _kind(self) -> str:
         if self.step <= self._warmup:
             return "warmup"
-        return "measured" if self.step <= self._last_measured else "profiled"
+        if self.step <= self._last_measured:
+            return "measured"
+        return "profiled" if self.step <= self.config.training.steps else "recorded"
+
+    def should_continue_training(self) -> bool:
+        if super().should_continue_training():
+            return True
+        return self.config.training.steps <= self.step < self._last
 
     def train_step(self, data_iterator: Iterator) -> None:
         self._first_step_at = self._first_step_at or time.time()
         self._spans.clear()
         self._clock.synchronize()
-        with self._profiler() if self._kind == "profiled" else nullcontext():
+        with self._around():
             begin = time.perf_counter()
             super().train_step(data_iterator)
             self._clock.synchronize()
@@ -166,7 +184,20 @@ class MeasuredTrainer(JobTrainer):
             if self._gpu and self.step == self._last_measured:
                 self._pools = pools(self.model_parts[0])
         if self.step == self.config.training.steps:
+            self._figures = self._put_together()
+        if self.step == self._last and dist.get_rank() == 0:
             self._write()
+
+    def _around(self) -> AbstractContextManager:
+        if self._kind == "profiled":
+            return self._profiler()
+        if self._kind == "recorded":
+            # The schedule ends with training.steps, and may have no learning rate beyond.
+            self.lr_schedulers.step = lambda: None
+            if dist.get_rank() == 0:
+                file = Path(self.config.dump_folder) / SNAPSHOT_FILE.format(rank=0)
+                return recorded(file, self.model_parts[0])
+        return nullcontext()
 
     @contextmanager
     def _profiler(self) -> Generator[None]:
@@ -179,8 +210,8 @@ class MeasuredTrainer(JobTrainer):
         self._times["exposed_communication_s"].append(communication)
         self._times["exposed_copies_s"].append(copies)
 
-    def _write(self) -> None:
-        """Put the ranks' figures together and write them."""
+    def _put_together(self) -> dict[str, Any]:
+        """Return the figures of all ranks."""
         training = self.config.training
         tokens = training.local_batch_size * training.seq_len * self.gradient_accumulation_steps
         mine = {
@@ -191,16 +222,14 @@ class MeasuredTrainer(JobTrainer):
         }
         ranks: list[dict] = [mine] * dist.get_world_size()
         dist.all_gather_object(ranks, mine, group=self._control)
-        if dist.get_rank() != 0:
-            return
         batch = self.parallel_dims.get_optional_mesh("batch")
         slowest = {
             name: [max(values) for values in zip(*(r["times"][name] for r in ranks), strict=True)]
             for name in self._times
         }
-        result = {
-            "loss": self._losses,
-            "grad_norm": self._grad_norms,
+        return {
+            "loss": list(self._losses),
+            "grad_norm": list(self._grad_norms),
             "step_s": slowest.pop("step_s"),
             "phases": {"exposed_communication_s": None, "exposed_copies_s": None, **slowest},
             "peak_allocated": max((p[0] for r in ranks for p in r["peaks"]), default=None),
@@ -211,10 +240,27 @@ class MeasuredTrainer(JobTrainer):
             "first_step_at": self._first_step_at,
             "tokens_a_step": tokens * (batch.size() if batch is not None else 1),
         }
+
+    def _write(self) -> None:
         path = Path(self.config.dump_folder) / RESULT_FILE
         beside = path.with_suffix(".part")
-        beside.write_text(json.dumps(result) + "\n")
+        beside.write_text(json.dumps(self._figures) + "\n")
         os.replace(beside, path)
+
+
+@contextmanager
+def recorded(file: Path, model: torch.nn.Module) -> Generator[None]:
+    """Write the allocator's history of what runs inside, as ``snapshot.py`` reads it."""
+    memory = torch.cuda.memory
+    memory._record_memory_history(
+        "all", context="alloc", stacks="python", max_entries=MAX_ALLOCATOR_EVENTS
+    )
+    try:
+        yield
+        snapshot = {**memory._snapshot(), "stream_names": _stream_names(model)}
+    finally:
+        memory._record_memory_history(None)
+    file.write_bytes(pickle.dumps(snapshot))
 
 
 def pools(model: torch.nn.Module) -> dict[str, dict[str, int]]:
@@ -227,12 +273,16 @@ def pools(model: torch.nn.Module) -> dict[str, dict[str, int]]:
         live, total = segment["allocated_size"], segment["total_size"]
         sizes[segment["stream"]][0] += live
         sizes[segment["stream"]][1] += total - live
-    names = {0: "default stream", **_fsdp_streams(model)}
+    names = _stream_names(model)
     found = {}
     for stream, (live, cached) in sorted(sizes.items(), key=lambda item: -sum(item[1])):
         number = sum(name.startswith("stream ") for name in found) + 1
         found[names.get(stream, f"stream {number}")] = {"live": live, "cached": cached}
     return found
+
+
+def _stream_names(model: torch.nn.Module) -> dict[int, str]:
+    return {0: "default stream", **_fsdp_streams(model)}
 
 
 def _fsdp_streams(model: torch.nn.Module) -> dict[int, str]:

@@ -84,13 +84,15 @@ def run(request: Request) -> bool:
     if request.whole_documents:
         dataset = job_data.long_documents()
     path = request.resume or _new_file(job.name)
-    # One step more on a GPU, under the profiler.
+    # One step more on a GPU, under the profiler; another one for the allocator's history.
     profiled = 1 if gpus else 0
+    recorded = 1 if gpus and request.traces else 0
     own = (
         f"--training.steps={request.warmup + request.steps + profiled}",
         f"--training.seq_len={job.seq_len}",
         f"--warmup={request.warmup}",
         f"--profiled={profiled}",
+        f"--recorded={recorded}",
     )
     options = (*request.options, *own)
     session = Session(

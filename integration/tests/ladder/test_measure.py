@@ -1,5 +1,6 @@
 """A rung's end: its figures, its failure, its hanging; nothing is left running."""
 
+import gzip
 import json
 import os
 import subprocess
@@ -47,6 +48,19 @@ def test_a_rung_ends_when_its_figures_are_there(tmp_path):
     assert _run(tmp_path, rank=write) == {"step_s": [1.0]}
     assert time.monotonic() - begin < 30
     assert not measure._alive(_rank_pid(tmp_path))
+
+
+def test_what_rank_0_left_is_kept_under_the_name_of_the_rung(tmp_path):
+    folder, traces = tmp_path / "full-set", tmp_path / "traces"
+    folder.mkdir()
+    measure._keep(folder, traces)
+    assert not traces.exists()  # as on a CPU
+    (folder / "trace-0.json").write_text("trace")
+    (folder / "snapshot-0.pickle").write_text("history")
+    (folder / "trace-1.json").write_text("of another rank")
+    measure._keep(folder, traces)
+    kept = {f.name: gzip.decompress(f.read_bytes()) for f in traces.iterdir()}
+    assert kept == {"full-set.json.gz": b"trace", "full-set.snapshot.pickle.gz": b"history"}
 
 
 def test_a_rung_that_hangs_is_killed_and_says_where(tmp_path):

@@ -1,5 +1,6 @@
 """The stopwatch in the ranks, as far as it goes without ranks; ``test_command.py`` has the rest."""
 
+import pickle
 from types import SimpleNamespace
 from typing import cast
 
@@ -32,6 +33,52 @@ def test_a_model_without_fsdp_has_no_named_streams():
     assert probe._fsdp_streams(torch.nn.Linear(1, 1)) == {}
 
 
+@pytest.fixture
+def allocator(monkeypatch) -> list:
+    """Stand for the CUDA allocator; return what it is asked for."""
+    asked: list = []
+    memory = torch.cuda.memory
+    monkeypatch.setattr(
+        memory, "_record_memory_history", lambda enabled, **_: asked.append(enabled)
+    )
+    monkeypatch.setattr(memory, "_snapshot", lambda: asked.append("snapshot") or {"segments": []})
+    monkeypatch.setattr(probe, "_fsdp_streams", lambda model: {77: "all-gather stream"})
+    return asked
+
+
+def test_the_allocator_is_recorded_during_the_step_alone(tmp_path, allocator):
+    file = tmp_path / "snapshot.pickle"
+    with probe.recorded(file, torch.nn.Linear(1, 1)):
+        allocator.append("step")
+    assert allocator == ["all", "step", "snapshot", None]
+    names = {0: "default stream", 77: "all-gather stream"}
+    assert pickle.loads(file.read_bytes()) == {"segments": [], "stream_names": names}
+
+
+def test_recording_ends_where_the_step_fails(tmp_path, allocator):
+    file = tmp_path / "snapshot.pickle"
+    with pytest.raises(ValueError, match="out of"), probe.recorded(file, torch.nn.Linear(1, 1)):
+        raise ValueError("out of memory")
+    assert allocator == ["all", None]
+    assert not file.exists()
+
+
+def test_the_recorded_step_comes_after_all_others(monkeypatch):
+    trainer = object.__new__(probe.MeasuredTrainer)
+    training = SimpleNamespace(steps=4)
+    trainer.config = cast(probe.MeasuredTrainer.Config, SimpleNamespace(training=training))
+    trainer._warmup, trainer._last_measured, trainer._last = 1, 3, 5
+    monkeypatch.setattr(
+        probe.JobTrainer, "should_continue_training", lambda self: self.step < training.steps
+    )
+    kinds = []
+    trainer.step = 0
+    while trainer.should_continue_training():
+        trainer.step += 1
+        kinds.append(trainer._kind)
+    assert kinds == ["warmup", "measured", "measured", "profiled", "recorded"]
+
+
 def test_the_measured_job_is_the_job(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     config = config_registry.mini()
@@ -47,9 +94,9 @@ def test_the_measured_job_is_the_job(monkeypatch):
 def test_options_reach_the_measured_job(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     line = ["--module=integration.ladder", "--config=mini", "--warmup=3", "--profiled=1"]
-    parsed = ConfigManager().parse_args([*line, "--debug.no-deterministic"])
+    parsed = ConfigManager().parse_args([*line, "--recorded=1", "--debug.no-deterministic"])
     config = cast(probe.MeasuredTrainer.Config, parsed)
-    assert (config.warmup, config.profiled) == (3, 1)
+    assert (config.warmup, config.profiled, config.recorded) == (3, 1, 1)
     assert not config.debug.deterministic
 
 
