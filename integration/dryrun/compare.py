@@ -16,8 +16,8 @@ KEPT = ("parameters", "gradients", "optimizer state", "RoPE caches")
 BOUNDARIES = "boundary activations"
 # Phase of the dry run -> the planner's moments that are in it.
 MOMENTS = {"loss": ("loss",), "backward": ("recomputation", "reduction")}
-# Kept through the step, or not of tensors.
-BESIDE = (*KEPT, BOUNDARIES, "NCCL", "CUDA context")
+# Kept through the step, made by the optimizer's first one, or not of tensors.
+BESIDE = (*KEPT, BOUNDARIES, memory.MUON_BUFFERS, "NCCL", "CUDA context")
 
 
 @dataclass(frozen=True, slots=True)

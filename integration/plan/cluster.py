@@ -14,7 +14,8 @@ FOLDER = Path(__file__).parent / "clusters"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     """One GPU. ``matmul_tflops`` is what a bf16 product reaches, ``peak_tflops`` the data sheet's;
-    ``attention_tflops`` what attention reaches, the masked half not counted."""
+    ``attention_tflops`` what attention reaches, forward and backward together: backward counts as
+    twice the FLOP of forward, and the masked half not at all."""
 
     name: str
     hbm_gib: float
@@ -28,12 +29,20 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """One GPU's share of its host. ``newton_schulz_tflops`` is the CPU's rate in that iteration."""
+    """One GPU's host. ``memory_gib`` and ``newton_schulz_tflops`` (the CPU's rate in that) are one
+    GPU's share; ``memory_gb_s`` is that of a memory which ``gpus`` GPUs share, and ``core_gb_s``
+    what one core reads of it."""
 
     memory_gib: float
     memory_gb_s: float
+    gpus: float
+    core_gb_s: float
     newton_schulz_tflops: float
     base_gib: float
+
+    def gb_s(self, ranks: int) -> float:
+        """Return one rank's share of the memory's bandwidth in a job of ``ranks``."""
+        return self.memory_gb_s / min(self.gpus, ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
 from integration.errors import UserError, nearest
+from integration.job.spec import JobSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +16,7 @@ class Levers:
     embedding_skip_backward_gather: bool = True
     activation_offload: bool = True
     moe_combine_memory: bool = True
+    cpu_grad_norm: bool = True
     flex_shard_muon: bool = True
     muon_gpu_newton_schulz: bool = True
     flex_shard_newton_schulz: bool = True
@@ -42,3 +44,7 @@ class Levers:
 
     def off(self) -> Iterable[str]:
         return (name for name in self.names() if not getattr(self, name))
+
+
+def uses_muon(job: JobSpec, levers: Levers) -> bool:
+    return job.optimizer == "muon" and levers.flex_shard_muon

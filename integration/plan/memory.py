@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from integration.job.spec import JobSpec
-from integration.plan import activations
+from integration.plan import activations, muon
 from integration.plan.activations import BF16, FP32
 from integration.plan.cluster import GIB, Cluster
-from integration.plan.levers import Levers
+from integration.plan.levers import Levers, uses_muon
 from integration.plan.params import (
     Held,
     Kind,
@@ -24,8 +24,7 @@ MUON_STATE, ADAMW_STATE = FP32, 2 * FP32
 LAYERS_GATHERED = 2
 # Parts of a logit: the bf16 product and its gradient, fp32 copy and log-probabilities.
 LOGIT_BYTES = 2 * BF16 + 2 * FP32
-# Muon's pipeline: fp32 in and out and bf16 work copies, two batches of 8 matrices of an expert.
-NEWTON_SCHULZ_BATCH = 8
+MUON_BUFFERS = "Muon's buffers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +61,14 @@ def of_rank(job: JobSpec, cluster: Cluster, levers: Levers, rank: int) -> RankMe
     always = {
         **({} if job.cpu_offload else state),
         "boundary activations": _boundaries_on_gpu(job, levers, place.stage),
+        **_muon_buffers(job, cluster, levers, rank),
         "RoPE caches": rope_bytes(job, levers, place.stage),
         "NCCL": groups(job) * cluster.nccl_gib_a_group * GIB,
         "CUDA context": cluster.gpu.context_gib * GIB,
     }
     moments = {
         name: {k: float(v) for k, v in {**always, **items}.items()}
-        for name, items in _moments(job, levers, place.stage).items()
+        for name, items in _moments(job, levers, rank).items()
     }
     return RankMemory(
         rank=rank,
@@ -91,10 +91,6 @@ def worst(job: JobSpec, cluster: Cluster, levers: Levers) -> RankMemory:
             memory.hbm_total / cluster.gpu.hbm_gib, memory.host_total / cluster.host.memory_gib
         ),
     )
-
-
-def uses_muon(job: JobSpec, levers: Levers) -> bool:
-    return job.optimizer == "muon" and levers.flex_shard_muon
 
 
 def offloads(job: JobSpec, levers: Levers) -> bool:
@@ -183,21 +179,24 @@ def _boundaries_on_gpu(job: JobSpec, levers: Levers, stage: int) -> float:
     return float(count * (one + kept))
 
 
-def _moments(job: JobSpec, levers: Levers, stage: int) -> dict[str, dict[str, float]]:
+def _moments(job: JobSpec, levers: Levers, rank: int) -> dict[str, dict[str, float]]:
     """What comes and goes within a step, at the moments that may be the worst.
 
     recomputation: a layer is computed again and its experts' outputs are scored; weights of two
-    layers are there, and the layer behind is still being reduced.
+    layers are there, the second one's offloaded shards in fp32 as well, and the layer behind is
+    still being reduced. Of two layers, the one that is computed has another either ahead or behind.
     reduction: the layer's bf16 gradients are complete and copied to fp32 to be reduced.
     loss: the head and one chunk of logits, the gradient of the head, the last layer prefetched.
     optimizer: two batches of expert matrices in Newton-Schulz.
     """
-    layer = layer_gathered(job)
+    place = Place.of(job, rank)
+    stage, layer = place.stage, layer_gathered(job)
     weights, accumulated = _unsharded(job, levers, stage)
+    behind = FP32 * layer if job.shape.layers > LAYERS_GATHERED else 0
     moments: dict[str, dict[str, float]] = {
         "recomputation": {
-            "gathered weights and prefetch": weights,
-            "gradients being reduced": accumulated + FP32 * layer,
+            "gathered weights and prefetch": weights + _copied_shards(job, place),
+            "gradients being reduced": accumulated + behind,
             "recomputation": activations.attention_bytes(job) + activations.mlp_bytes(job),
             "MoE buffers": _moe_bytes(job, levers),
         },
@@ -205,7 +204,7 @@ def _moments(job: JobSpec, levers: Levers, stage: int) -> dict[str, dict[str, fl
             "gathered weights and prefetch": weights,
             "gradients being reduced": accumulated + (FP32 + BF16) * layer,
         },
-        "optimizer": _optimizer_moment(job, levers),
+        "optimizer": _optimizer_moment(job, levers, rank),
     }
     if stage == job.layout.pp - 1:
         head = head_gathered(job)
@@ -245,11 +244,30 @@ def _moe_bytes(job: JobSpec, levers: Levers) -> int:
     return activations.routed_bytes(job, levers) + activations.combine_bytes(job, levers)
 
 
-def _optimizer_moment(job: JobSpec, levers: Levers) -> dict[str, float]:
+def _copied_shards(job: JobSpec, place: Place) -> float:
+    """One layer's offloaded shards on their way from the host: FSDP2 casts them on the GPU."""
+    if not job.cpu_offload or job.shape.layers < LAYERS_GATHERED:
+        return 0.0
+    return float(
+        FP32 * sum(h.numel for h in held(job, place) if h.kind.role in ("layer", "expert"))
+    )
+
+
+def _optimizer_moment(job: JobSpec, levers: Levers, rank: int) -> dict[str, float]:
+    """The scratch of Newton-Schulz; without offloaded parameters its batch is made here, too."""
     if not uses_muon(job, levers) or (job.cpu_offload and not levers.muon_gpu_newton_schulz):
         return {}
-    matrix = job.shape.hidden * job.shape.expert_hidden
-    return {"Newton-Schulz": 2.0 * NEWTON_SCHULZ_BATCH * matrix * (2 * FP32 + 3 * BF16)}
+    batch = 0 if job.cpu_offload else BF16
+    return {"Newton-Schulz": (batch + muon.SCRATCH_BYTES) * muon.largest_batch(job, rank)}
+
+
+def _muon_buffers(job: JobSpec, cluster: Cluster, levers: Levers, rank: int) -> dict[str, float]:
+    """The buffers through which offloaded parameters pass: made once, at the first step."""
+    split = muon.split(job, cluster, levers)
+    if split is None:
+        return {}
+    batches = muon.BATCHES_IN_FLIGHT * split.buffers * muon.largest_batch(job, rank)
+    return {MUON_BUFFERS: batches + muon.exchange_bytes(job, rank)}
 
 
 def _host(

@@ -1,14 +1,18 @@
 """Muon's part of a step: floating-point work, and how an offloaded update is split."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 from integration.job.spec import JobSpec
 from integration.plan.cluster import Cluster
-from integration.plan.levers import Levers
-from integration.plan.memory import uses_muon
-from integration.plan.params import Place, held
+from integration.plan.levers import Levers, uses_muon
+from integration.plan.params import Place, gathered_numel, held, kinds
 
 GIGA = 1e9
+# DistMuon's default, and the batches that its pipeline has in flight.
+MATRICES_A_BATCH, BATCHES_IN_FLIGHT = 8, 3
+# Newton-Schulz' own memory: measured, 713 MB for nine matrices of 1792 x 6144.
+SCRATCH_BYTES = 7.2
 NEWTON_SCHULZ_STEPS = 5
 
 
@@ -16,22 +20,24 @@ NEWTON_SCHULZ_STEPS = 5
 class Split:
     """Bytes a parameter of an update whose weight, gradient and momentum are on the host, in fp32.
 
-    ``host`` counts all reads and writes of host memory, the link's included.
+    ``host`` counts all reads and writes of host memory, the link's included; ``buffers`` what an
+    element of a batch in flight takes on the GPU.
     """
 
     name: str
     to_device: float
     to_host: float
     host: float
+    buffers: float
 
-    def seconds(self, cluster: Cluster) -> float:
+    def seconds(self, cluster: Cluster, ranks: int = 1) -> float:
         """Return the seconds a parameter of the slowest of link and host memory."""
         link = cluster.host_link
         return (
             max(
                 self.to_device / link.to_device_gb_s,
                 self.to_host / link.to_host_gb_s,
-                self.host / cluster.host.memory_gb_s,
+                self.host / cluster.host.gb_s(ranks),
             )
             / GIGA
         )
@@ -39,9 +45,9 @@ class Split:
 
 # Of ``muon_gpu_newton_schulz``, whose ``_UpdateSplit`` derives the bytes.
 SPLITS = (
-    Split("momentum_and_weight_on_host", 2.0, 2.0, 28.0),
-    Split("weight_on_host", 8.0, 6.0, 24.0),
-    Split("on_device", 12.0, 8.0, 20.0),
+    Split("momentum_and_weight_on_host", 2.0, 2.0, 28.0, 2.0),
+    Split("weight_on_host", 8.0, 6.0, 24.0, 10.0),
+    Split("on_device", 12.0, 8.0, 20.0, 14.0),
 )
 
 
@@ -49,7 +55,45 @@ def split(job: JobSpec, cluster: Cluster, levers: Levers) -> Split | None:
     """Return the quickest split, as the patch finds it by timing; None where nothing streams."""
     if not (job.cpu_offload and uses_muon(job, levers) and levers.muon_gpu_newton_schulz):
         return None
-    return min(SPLITS, key=lambda each: each.seconds(cluster))
+    return min(SPLITS, key=lambda each: each.seconds(cluster, job.ranks))
+
+
+def largest_batch(job: JobSpec, rank: int) -> int:
+    """Elements of the largest batch of matrices that are whole on this rank.
+
+    Matrices of one shape, either way round, make ``n // 8`` batches, or one where there are fewer:
+    four of the attention's in one batch are more than eight experts. Source:
+    distributed/flex_shard/_matrix_batches.py of ``dist_muon_batched_compute``.
+    """
+    whole_dense = job.layout.dp_shard(job.ranks) * job.layout.tp == 1
+    total: Counter[tuple[int, int]] = Counter()
+    for mine in held(job, Place.of(job, rank)):
+        kind = mine.kind
+        if kind.muon and (kind.role == "expert" or whole_dense):
+            sides = (min(kind.rows, kind.columns), max(kind.rows, kind.columns))
+            total[sides] += mine.count * mine.numel // (kind.rows * kind.columns)
+    largest = 0
+    for (short, long), n in total.items():
+        batches = max(1, n // MATRICES_A_BATCH)
+        largest = max(largest, -(-n // batches) * short * long)
+    return largest
+
+
+def exchange_bytes(job: JobSpec, rank: int) -> float:
+    """GPU memory that FSDP's shards of dense matrices pass through on their way to Newton-Schulz.
+
+    Two slots, each the rank's shards of a layer and what it computes of it, in fp32: all of it
+    where there are as many layers as ranks, else a matrix; and three shards for weight, gradient
+    and momentum. Two ranks of ``slice`` were seen to hold 2.2 GiB, of which this is 1.9.
+    """
+    ranks = job.layout.dp_shard(job.ranks) * job.layout.tp
+    dense = [kind for kind in kinds(job) if kind.muon and kind.role == "layer"]
+    if ranks == 1 or not dense:
+        return 0.0
+    layer = sum(gathered_numel(job, kind) for kind in dense)
+    largest = max(gathered_numel(job, kind) for kind in dense)
+    computed = layer if ranks <= job.shape.layers else largest
+    return 2 * 4.0 * (layer / ranks + computed) + 3 * 4.0 * largest / ranks
 
 
 def newton_schulz_flops(rows: int, columns: int) -> float:

@@ -167,6 +167,11 @@ def arithmetic(plan: Plan) -> list[str]:
     wider = replace(plan.job, sequences=2 * plan.job.sequences)
     doubled = make(wider, plan.cluster, plan.levers)
     fits = "which fits" if doubled.fits else f"but {doubled.too_large[0]}"
+    # Forward, recomputation, and backward of twice the work.
+    products, attention = (4 * s for s in step_time.layers_seconds(plan.job, plan.cluster, 0))
+    moves = sum(
+        step_time.moves_seconds(plan.job, plan.cluster, 0, backward=b) for b in (False, True)
+    )
     return [
         f"Expert weights: two bf16 gathers {experts.gathers / GIGA:,.0f} GB + fp32 reduce-scatter "
         f"{experts.reduction / GIGA:,.0f} GB = {(experts.gathers + experts.reduction) / GIGA:,.0f} "
@@ -176,6 +181,9 @@ def arithmetic(plan: Plan) -> list[str]:
         f"{at_twice.time.tokens_per_second:,.0f} tokens/s, bound by {at_twice.time.binds}.",
         f"A whole step at {PUBLISHED_TOKENS_PER_SECOND:,} tokens/s is {step:.1f} s: expert "
         f"parallelism inside a node cannot give that at {network.gb_s:g} GB/s, whatever overlaps.",
+        f"The GPU takes {products:.1f} s for products, {attention:.1f} s for attention as if each "
+        f"sequence were one document (packed ones attend to themselves alone, and cost less) and "
+        f"{moves:.1f} s for kernels that only move memory.",
         f"The lever is tokens a gather: {wider.sequences} sequences a rank give "
         f"{doubled.time.tokens_per_second:,.0f} tokens/s, {fits}.",
     ]

@@ -1,16 +1,19 @@
 """Time of one step by roofline: in each phase the slowest resource rules, the others are hidden.
 
-Phases: forward; backward, with recomputation; optimizer. Resources: the GPU (products, attention,
-and exchanges of activations, which nothing hides), the links, the host's memory, its cores.
+Phases: forward; backward, with recomputation; the gradients' norm; optimizer. Resources: the GPU
+(products, attention, what only moves memory, and exchanges of activations, which nothing hides),
+the links, the host's memory, its cores. Layers pass through copy in, gather, GPU, reduction and
+copy out like a pipeline: what does not rule is hidden but for one layer of it.
 """
 
 from dataclasses import dataclass
 
 from integration.job.spec import JobSpec
 from integration.plan import activations, muon, traffic
+from integration.plan.activations import BF16, FP32
 from integration.plan.cluster import Cluster
-from integration.plan.levers import Levers
-from integration.plan.memory import uses_muon
+from integration.plan.levers import Levers, uses_muon
+from integration.plan.memory import layer_gathered
 from integration.plan.params import Place, held, layers_of_stage
 from integration.plan.topology import axes
 from integration.plan.traffic import Flow
@@ -20,14 +23,23 @@ TERA, GIGA = 1e12, 1e9
 ADAMW_MEMORY = 28
 # Read weight, gradient and momentum, write weight and momentum.
 MUON_MEMORY = 20
+# What kernels that only move memory take, as traffic at the HBM's full rate. Measured: all kernels
+# of ``slice`` on H200s but products, attention and NCCL's, at 8,192 and 65,536 tokens, 8 and 16
+# experts. In experts' inputs, bf16, one for each expert of a token: forward; backward; and what the
+# exchange between expert parallel ranks adds to forward, recomputation and backward each.
+MOVES_FORWARD, MOVES_BACKWARD, MOVES_EXCHANGE = 38, 72, 11
+# Of a gathered parameter, in bytes: casts, copies into and out of flat buffers, padding.
+MOVES_GATHER, MOVES_REDUCE = 6, 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """Seconds that each resource is busy; the phase takes as long as the busiest."""
+    """Seconds that each resource is busy; the phase takes as long as the busiest, and ``fill``: one
+    layer's time on the others, before the busiest begins and after it ends."""
 
     name: str
     busy: dict[str, float]
+    fill: float = 0.0
 
     @property
     def binds(self) -> str:
@@ -35,7 +47,7 @@ class Phase:
 
     @property
     def seconds(self) -> float:
-        return self.busy[self.binds]
+        return self.busy[self.binds] + self.fill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,12 +85,15 @@ class StepTime:
 def step(job: JobSpec, cluster: Cluster, levers: Levers, flows: list[Flow], rank: int) -> StepTime:
     """Return the time of a step, as ``rank`` sees it."""
     place = Place.of(job, rank)
-    forward = _layers_seconds(job, cluster, place.stage)
+    layers = sum(layers_seconds(job, cluster, place.stage))
     head = _head_seconds(job, cluster, place.stage)
-    again = forward if job.checkpointing == "full" else _selective_seconds(job, cluster, place)
+    again = layers if job.checkpointing == "full" else _selective_seconds(job, cluster, place)
+    forward = layers + head + moves_seconds(job, cluster, place.stage, backward=False)
+    backward = 2 * (layers + head) + again + moves_seconds(job, cluster, place.stage, backward=True)
     phases = (
-        _phase(job, cluster, levers, flows, place, "forward", forward + head),
-        _phase(job, cluster, levers, flows, place, "backward", 2 * (forward + head) + again),
+        _phase(job, cluster, levers, flows, place, "forward", forward),
+        _phase(job, cluster, levers, flows, place, "backward", backward),
+        Phase(name="gradient norm", busy=norm_seconds(job, cluster, levers, rank)),
         Phase(name="optimizer", busy=optimizer_seconds(job, cluster, levers, rank)),
     )
     micro = activations.microbatches(job)
@@ -108,6 +123,19 @@ def layer_flops(job: JobSpec) -> tuple[float, float, float]:
     return experts, other, 2.0 * job.seq_len * shape.heads * shape.head_dim
 
 
+def norm_seconds(job: JobSpec, cluster: Cluster, levers: Levers, rank: int = 0) -> dict[str, float]:
+    """Return what one read of the rank's fp32 gradients keeps busy, in seconds.
+
+    Offloaded gradients are read by the host: by one core without ``cpu_grad_norm``.
+    """
+    size = FP32 * sum(h.count * h.numel for h in held(job, Place.of(job, rank)))
+    if not job.cpu_offload:
+        return {"GPU": size / (cluster.gpu.hbm_gb_s * GIGA)}
+    if levers.cpu_grad_norm:
+        return {"host memory": size / (cluster.host.gb_s(job.ranks) * GIGA)}
+    return {"host cores": size / (cluster.host.core_gb_s * GIGA)}
+
+
 def optimizer_seconds(
     job: JobSpec, cluster: Cluster, levers: Levers, rank: int = 0
 ) -> dict[str, float]:
@@ -122,7 +150,7 @@ def optimizer_seconds(
     mine = held(job, place)
     under_muon = sum(h.count * h.numel for h in mine if uses_muon(job, levers) and h.kind.muon)
     under_adamw = sum(h.count * h.numel for h in mine) - under_muon
-    host = cluster.host.memory_gb_s * GIGA
+    host = cluster.host.gb_s(job.ranks) * GIGA
     hbm = cluster.gpu.hbm_gb_s * GIGA
     flops = muon.flops(job, levers, rank) if uses_muon(job, levers) else 0.0
     traffic_bytes = ADAMW_MEMORY * under_adamw + MUON_MEMORY * under_muon
@@ -157,12 +185,26 @@ def _tokens(job: JobSpec) -> int:
     return activations.tokens(job) * activations.microbatches(job)
 
 
-def _layers_seconds(job: JobSpec, cluster: Cluster, stage: int) -> float:
+def layers_seconds(job: JobSpec, cluster: Cluster, stage: int) -> tuple[float, float]:
+    """Return forward seconds of a stage's layers: (products, attention)."""
     experts, other, attention = layer_flops(job)
-    a_token = (experts + other) / _rate(job, cluster) + attention / (
-        cluster.gpu.attention_tflops * TERA
+    tokens = layers_of_stage(job, stage) * _tokens(job)
+    return (
+        tokens * (experts + other) / _rate(job, cluster),
+        tokens * attention / (cluster.gpu.attention_tflops * TERA),
     )
-    return layers_of_stage(job, stage) * _tokens(job) * a_token
+
+
+def moves_seconds(job: JobSpec, cluster: Cluster, stage: int, *, backward: bool) -> float:
+    """Seconds of kernels that only move memory; backward's are those of recomputation as well."""
+    exchanged = MOVES_EXCHANGE * (job.layout.ep > 1)
+    moves = MOVES_FORWARD + exchanged  # recomputation's too: either policy recomputes the experts
+    if backward:
+        moves += MOVES_BACKWARD + exchanged
+    a_token = moves * BF16 * job.shape.top_k * job.shape.hidden
+    a_parameter = MOVES_GATHER + MOVES_REDUCE * backward
+    moved = _tokens(job) * a_token + a_parameter * layer_gathered(job)
+    return layers_of_stage(job, stage) * moved / (cluster.gpu.hbm_gb_s * GIGA)
 
 
 def _selective_seconds(job: JobSpec, cluster: Cluster, place: Place) -> float:
@@ -203,6 +245,13 @@ def _phase(
     name: str,
     compute: float,
 ) -> Phase:
+    """Return a pass over the layers.
+
+    Where the expert and the FSDP axis both span all ranks, as on two GPUs, they share the world's
+    communicator, which runs one thing after the other. In backward the exchange of tokens then
+    waits for the gather of the next layer, and that for the copies of its offloaded weights, dense
+    ones last (seen in traces of two H200s; in forward these are copied first).
+    """
     mine = [(flow, _share(flow, job, levers, place, forward=name == "forward")) for flow in flows]
     link = cluster.host_link
     rates = {
@@ -225,16 +274,21 @@ def _phase(
         / (rates[kind] * GIGA)
         for kind in (traffic.NETWORK, traffic.NODE)
     }
-    collectives = (1 if name == "forward" else 2) * layers_of_stage(job, place.stage)
-    return Phase(
-        name=name,
-        busy={
-            "GPU": compute + max(exposed.values()),
-            cluster.network.name: busy[traffic.NETWORK] + collectives * _latency(job, cluster),
-            cluster.node.name: busy[traffic.NODE],
-            link.name: max(busy[traffic.TO_DEVICE], busy[traffic.TO_HOST]),
-        },
-    )
+    layers = layers_of_stage(job, place.stage)
+    collectives = (1 if name == "forward" else 2) * layers
+    gpu = compute + max(exposed.values())
+    if job.cpu_offload and name == "backward" and 1 < job.layout.ep == job.ranks:
+        gpu += busy[traffic.TO_DEVICE]
+    resources = {
+        "GPU": gpu,
+        cluster.network.name: busy[traffic.NETWORK] + collectives * _latency(job, cluster),
+        cluster.node.name: busy[traffic.NODE],
+        link.name: max(busy[traffic.TO_DEVICE], busy[traffic.TO_HOST]),
+    }
+    # In and out are two stages of the pipeline.
+    others = sum(resources.values()) + min(busy[traffic.TO_DEVICE], busy[traffic.TO_HOST])
+    hidden = others - max(resources.values())
+    return Phase(name=name, busy=resources, fill=hidden / max(1, layers))
 
 
 def _latency(job: JobSpec, cluster: Cluster) -> float:

@@ -12,8 +12,8 @@ from integration.job.spec import JobSpec
 from integration.plan import activations, muon
 from integration.plan.activations import BF16, FP32
 from integration.plan.cluster import Cluster
-from integration.plan.levers import Levers
-from integration.plan.memory import gathered_bytes, offloads, uses_muon
+from integration.plan.levers import Levers, uses_muon
+from integration.plan.memory import gathered_bytes, offloads
 from integration.plan.params import Kind, Place, counts, held, kinds, layers_of_stage
 from integration.plan.topology import Axis, axes
 

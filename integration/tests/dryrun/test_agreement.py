@@ -29,14 +29,11 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Ended]:
+    # pytest makes the first of its folders for one thread at a time.
+    folders = [tmp_path_factory.mktemp("run") for _ in RUNS]
     with ThreadPoolExecutor(max_workers=2) as two:
-        return dict(
-            zip(
-                RUNS,
-                two.map(lambda run: dryrun(tmp_path_factory.mktemp("run"), *run), RUNS.values()),
-                strict=True,
-            )
-        )
+        ended = two.map(lambda folder, run: dryrun(folder, *run), folders, RUNS.values())
+        return dict(zip(RUNS, ended, strict=True))
 
 
 @pytest.fixture(scope="module")

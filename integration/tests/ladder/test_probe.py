@@ -100,10 +100,13 @@ def test_options_reach_the_measured_job(monkeypatch):
     assert not config.debug.deterministic
 
 
-def _config(muon: dict, *, offload: bool) -> probe.MeasuredTrainer.Config:
+def _config(
+    muon: dict, *, offload: bool, deterministic: bool = True
+) -> probe.MeasuredTrainer.Config:
     made = SimpleNamespace(
         optimizer=SimpleNamespace(optimizer_factory_kwargs_by_name=muon),
         training=SimpleNamespace(enable_cpu_offload=offload),
+        debug=SimpleNamespace(deterministic=deterministic),
     )
     return cast(probe.MeasuredTrainer.Config, made)
 
@@ -126,6 +129,16 @@ def test_offloaded_muon_divides_its_work_alike_on_all_rungs(
     monkeypatch.setattr(probe, "find", lambda module, name: dist_muon)
     probe._fix_update_split(_config(muon, offload=offload))
     assert muon == expected
+
+
+def test_muon_divides_its_work_as_it_likes_where_no_numbers_are_compared(monkeypatch):
+    def dist_muon(params: object, *, update_split: str = "auto") -> None: ...
+
+    monkeypatch.setattr(probe, "device_type", "cuda")
+    monkeypatch.setattr(probe, "find", lambda module, name: dist_muon)
+    muon: dict = {"Muon": {}}
+    probe._fix_update_split(_config(muon, offload=True, deterministic=False))
+    assert muon == {"Muon": {}}
 
 
 def test_muon_without_that_option_is_left_alone(monkeypatch):

@@ -27,14 +27,15 @@ class TestTables(expecttest.TestCase):
 memory (GiB)                  ┃ rank 0 ┃ worst rank (0) ┃ there
 ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━╇━━━━━━━━━━━━━━━━╇━━━━━━
 boundary activations          │   2.25 │           2.25 │
+Muon's buffers                │   4.35 │           4.35 │
 RoPE caches                   │   0.06 │           0.06 │
 NCCL                          │   1.25 │           1.25 │
 CUDA context                  │   0.60 │           0.60 │
-gathered weights and prefetch │  12.32 │          12.32 │
+gathered weights and prefetch │  12.44 │          12.44 │
 gradients being reduced       │  12.32 │          12.32 │
 recomputation                 │   7.81 │           7.81 │
 MoE buffers                   │  37.00 │          37.00 │
-GPU, at recomputation         │  73.61 │          73.61 │  95.0
+GPU, at recomputation         │  78.08 │          78.08 │  95.0
 ──────────────────────────────┼────────┼────────────────┼──────
 process                       │   4.00 │           4.00 │
 parameters, pinned            │  14.04 │          14.04 │
@@ -74,12 +75,13 @@ without it                     ┃ GPU GiB ┃ host GiB ┃ network GB ┃ secon
 ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━━━╇━━━━━━━━━━━━━━━
 shared_rope_cache              │   +4.56 │          │            │
 fsdp_unshard_async_op          │  +12.32 │          │            │
-embedding_skip_backward_gather │         │          │      +0.78 │          +0.03
-activation_offload             │  +53.25 │   -54.75 │            │
+embedding_skip_backward_gather │         │          │      +0.78 │
+activation_offload             │  +53.25 │   -54.75 │            │          -0.01
 moe_combine_memory             │  +24.00 │          │            │
-flex_shard_muon                │         │    +9.20 │      -0.21 │          +0.05
-muon_gpu_newton_schulz         │         │          │            │         +46.06
-flex_shard_newton_schulz       │         │          │            │
+cpu_grad_norm                  │         │          │            │          +0.97
+flex_shard_muon                │   -4.35 │    +9.20 │      -0.21 │          +0.05
+muon_gpu_newton_schulz         │   -4.35 │          │            │         +46.06
+flex_shard_newton_schulz       │         │          │            │          +0.02
 """,
         )
 
@@ -87,13 +89,14 @@ flex_shard_newton_schulz       │         │          │            │
         self.assertExpectedInline(
             _printed(render.time_table(make(LEONARDO_SMALL, LEONARDO))),
             """\
-phase     ┃ seconds ┃ bound by ┃ busy beside it
-━━━━━━━━━━╇━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
-forward   │    0.99 │ GPU      │ InfiniBand HDR100 0.97, NVLink 3 0.04
-backward  │    2.76 │ GPU      │ InfiniBand HDR100 2.07, NVLink 3 0.10
-optimizer │    0.01 │ GPU      │
-bubble    │    0.47 │ pipeline │
-──────────┼─────────┼──────────┼──────────────────────────────────────
-step      │    4.24 │ GPU      │ 1,934 tokens/s a GPU, MFU 50.9%
+phase         ┃ seconds ┃ bound by ┃ busy beside it
+━━━━━━━━━━━━━━╇━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
+forward       │    1.20 │ GPU      │ InfiniBand HDR100 0.97, NVLink 3 0.04
+backward      │    3.33 │ GPU      │ InfiniBand HDR100 2.07, NVLink 3 0.10
+gradient norm │    0.00 │ GPU      │
+optimizer     │    0.01 │ GPU      │
+bubble        │    0.57 │ pipeline │
+──────────────┼─────────┼──────────┼──────────────────────────────────────
+step          │    5.12 │ GPU      │ 1,600 tokens/s a GPU, MFU 42.1%
 """,
         )
