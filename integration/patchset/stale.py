@@ -2,7 +2,7 @@
 
 A file of it names its patches, ``"patches": {name: sha256}``, and so does each row of the proof. It
 counts only while each of them is stored as it was; a ladder and the proof, also while they name all
-that there are.
+that there are. An allocator snapshot, which is a pickle, is bound by the ladder of the same name.
 """
 
 import gzip
@@ -17,6 +17,7 @@ from integration.patchset.patch import Contribution
 
 LADDERS = "integration/evidence/*.json"
 DIGITS = 8  # of a patch's sha256, in a row of the proof
+SNAPSHOTS = "integration/evidence/*.snapshot.pickle.gz"
 TRACES = ("*_contrib/*/evidence/trace-*.json.gz", "integration/evidence/trace-*.json.gz")
 
 
@@ -28,6 +29,10 @@ def stale(root: Path, contributions: Sequence[Contribution]) -> Iterator[Finding
         yield from _compare(root, file, measured, now, missing=set(now) - set(measured or ()))
     for file in sorted(f for pattern in TRACES for f in root.glob(pattern)):
         yield from _compare(root, file, _patches(file), now, missing=set())
+    for file in sorted(root.glob(SNAPSHOTS)):
+        ladder = file.with_name(file.name.removesuffix(".snapshot.pickle.gz") + ".json")
+        if not ladder.is_file():
+            yield from _compare(root, file, None, now, missing=set())
     short = {name: digest[:DIGITS] for name, digest in now.items()}
     proven = _proven(root / "README.md")
     if proven:  # else not recorded yet, as the README then says

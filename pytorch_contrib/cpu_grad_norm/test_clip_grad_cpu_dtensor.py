@@ -7,12 +7,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.utils import clip_grad_norm_, get_total_norm
-from torch.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch.testing._internal.common_fsdp import FSDPTest
+from torch.testing._internal.common_cuda import TEST_MULTIGPU
 from torch.testing._internal.common_utils import (
     HardwareClassification,
-    instantiate_parametrized_tests,
-    parametrize,
     run_tests,
 )
 from torch.testing._internal.distributed._tensor.common_dtensor import (
@@ -89,30 +86,43 @@ class TestClipGradCPUDTensor(DTensorTestBase):
             self.assertEqual(total, exact_norm(full), rtol=1e-6, atol=0)
 
 
-class TestClipGradCPUOffload(FSDPTest):
-    hw_classification = HardwareClassification.CUDA
+class TestClipGradCPUOffload(DTensorTestBase):
+    hw_classification = HardwareClassification.GENERIC
 
     @property
     def world_size(self) -> int:
         return 2
 
-    @skip_if_lt_x_gpu(2)
-    @parametrize("foreach", [None, False])
-    def test_fsdp2_cpu_offload(self, foreach):
-        # The mesh is of GPUs, the gradients are on the host.
+    @property
+    def device_type(self) -> str:
+        return "cuda" if TEST_MULTIGPU else "cpu"
+
+    @with_comms(backend="cpu:gloo,cuda:nccl" if TEST_MULTIGPU else "gloo")
+    def test_fsdp2_cpu_offload(self):
+        # The mesh is of GPUs, where there are two; the gradients are on the host.
         torch.manual_seed(42)
         model = nn.Linear(1000, 3000, bias=False)
-        fully_shard(model, offload_policy=CPUOffloadPolicy())
-        model(torch.randn(16, 1000, device="cuda")).sum().backward()
+        mesh = init_device_mesh(self.device_type, (2,))
+        fully_shard(
+            model,
+            mesh=mesh,
+            offload_policy=CPUOffloadPolicy(pin_memory=TEST_MULTIGPU),
+        )
         (parameter,) = model.parameters()
-        self.assertEqual(parameter.grad.device.type, "cpu")
-        full = parameter.grad.full_tensor().cpu()
-        total = clip_grad_norm_([parameter], 1.0, foreach=foreach)
-        got = total.full_tensor().item()
-        self.assertEqual(got, exact_norm(full), rtol=1e-6, atol=0)
-
-
-instantiate_parametrized_tests(TestClipGradCPUOffload)
+        for foreach in (None, False):
+            with self.subTest(foreach=foreach):
+                x = torch.randn(16, 1000, device=self.device_type)
+                model(x).square().sum().backward()
+                self.assertEqual(parameter.grad.device.type, "cpu")
+                full = parameter.grad.full_tensor()
+                before = exact_norm(full)
+                total = clip_grad_norm_([parameter], 1.0, foreach=foreach)
+                got = total.full_tensor().item()
+                self.assertEqual(got, before, rtol=1e-6, atol=0)
+                self.assertEqual(
+                    exact_norm(parameter.grad.full_tensor()), 1.0, rtol=1e-5, atol=0
+                )
+                parameter.grad = None
 
 
 if __name__ == "__main__":
