@@ -120,6 +120,7 @@ def test_evidence_of_the_set_is_stale_with_any_of_its_patches(house: House) -> N
 
     put("ladder-mini-cpu.json", {"patches": now})
     trace("trace-one.json.gz", {"patches": {"one": now["one"]}})
+    (ladders / "ladder-mini-cpu.snapshot.pickle.gz").write_bytes(b"")
     assert house.check() == []
 
     put("a.json", {"patches": now | {"two": "0" * 64}})
@@ -129,6 +130,7 @@ def test_evidence_of_the_set_is_stale_with_any_of_its_patches(house: House) -> N
     (ladders / "e.json").write_text("{")
     trace("trace-old.json.gz", {"patches": {"one": "0" * 64}})
     (traces / "trace-torn.json.gz").write_bytes(b"\x1f\x8b")
+    (ladders / "of-no-ladder.snapshot.pickle.gz").write_bytes(b"")
     found = [(f.file.rpartition("/")[2], f.expected) for f in house.check()]
     assert {f.verdict for f in house.check()} == {"stale evidence"}
     assert found == [
@@ -139,4 +141,5 @@ def test_evidence_of_the_set_is_stale_with_any_of_its_patches(house: House) -> N
         ("e.json", '`"patches": {name: sha256}`'),
         ("trace-old.json.gz", f"one {now['one']}"),
         ("trace-torn.json.gz", '`"patches": {name: sha256}`'),
+        ("of-no-ladder.snapshot.pickle.gz", '`"patches": {name: sha256}`'),
     ]
