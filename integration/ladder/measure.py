@@ -19,7 +19,13 @@ from pathlib import Path
 from integration.job import launch, machine
 from integration.job.failure import diagnose, rank_folder
 from integration.job.run import Job, Run
-from integration.ladder.layout import RESULT_FILE, SNAPSHOT_FILE, TRACE_FILE
+from integration.ladder.layout import (
+    KEPT_SNAPSHOT,
+    KEPT_TRACE,
+    RESULT_FILE,
+    SNAPSHOT_FILE,
+    TRACE_FILE,
+)
 from integration.ladder.rungs import Rung
 from integration.patchset import overlay
 from integration.paths import cache_dir
@@ -96,11 +102,12 @@ def measure(session: Session, rung: Rung, folder: Path) -> dict:
 
 def _keep(folder: Path, traces: Path) -> None:
     """Keep what rank 0 left of a rung besides its figures, compressed, under the rung's name."""
-    for file, ending in ((TRACE_FILE, "json.gz"), (SNAPSHOT_FILE, "snapshot.pickle.gz")):
+    for file, kept in ((TRACE_FILE, KEPT_TRACE), (SNAPSHOT_FILE, KEPT_SNAPSHOT)):
         left = folder / file.format(rank=0)
         if left.exists():
             traces.mkdir(exist_ok=True)
-            (traces / f"{folder.name}.{ending}").write_bytes(gzip.compress(left.read_bytes()))
+            target = traces / kept.format(rung=folder.name)
+            target.write_bytes(gzip.compress(left.read_bytes()))
 
 
 def _run(line: Sequence[str], env: dict[str, str], folder: Path, timeout: float) -> dict:

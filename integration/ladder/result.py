@@ -165,8 +165,8 @@ class Ladder:
         """Whether each rung has its runs or a reason."""
         return all(r.status == "failed" or len(r.runs) >= self.rounds for r in self.rungs)
 
-    def save(self, path: Path) -> None:
-        """Write beside and rename: a killed session keeps all rows before."""
+    def packed(self) -> bytes:
+        """Return the JSON file's bytes."""
         record = {
             "kind": KIND,
             **asdict(self),
@@ -175,9 +175,13 @@ class Ladder:
             ],
             "rungs": [asdict(row) for row in self.rungs if row.status != "open"],
         }
+        return (json.dumps(record, indent=1) + "\n").encode()
+
+    def save(self, path: Path) -> None:
+        """Write beside and rename: a killed session keeps all rows before."""
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_suffix(".part")
-        beside.write_text(json.dumps(record, indent=1) + "\n")
+        beside.write_bytes(self.packed())
         os.replace(beside, path)
 
     @classmethod

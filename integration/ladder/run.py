@@ -1,6 +1,5 @@
 """``integration ladder``: climb it, in rounds, save after each rung, print the table. No torch."""
 
-import re
 import signal
 import sys
 import time
@@ -19,6 +18,7 @@ from integration.job import data as job_data
 from integration.job.run import Job
 from integration.job.start import choose_ranks
 from integration.ladder import numbers, rungs, table
+from integration.ladder.keep import keep
 from integration.ladder.measure import RungFailedError, Session, measure
 from integration.ladder.mfu import mfu
 from integration.ladder.order import Place
@@ -28,6 +28,7 @@ from integration.patchset import repository
 from integration.paths import REPO, outputs_dir
 from integration.proof import evidence
 
+TRACES = "traces"
 EVIDENCE = REPO / "integration" / "evidence"
 # What the ladder itself decides, and by which option of its own.
 OURS = {
@@ -102,7 +103,7 @@ def run(request: Request) -> bool:
         ranks=ranks,
         vocab=job_data.tokenizer_size(tokenizer),
         timeout=request.timeout,
-        traces=path.parent / "traces" if request.traces else None,
+        traces=path.parent / TRACES if request.traces else None,
     )
     ladder = Ladder(
         config=job.name,
@@ -177,7 +178,7 @@ def _climb(
                 return
             at = time.monotonic()
             try:
-                result = measure(session, rung, folder / _folder_name(rung))
+                result = measure(session, rung, folder / rung.slug)
                 row.add(result, ranks=session.ranks)
                 ladder.tokens_a_step = result["tokens_a_step"]
             except RungFailedError as error:
@@ -189,10 +190,6 @@ def _climb(
                 markup=False,
                 highlight=False,
             )
-
-
-def _folder_name(rung: Rung) -> str:
-    return re.sub(r"\W+", "-", rung.label).strip("-")
 
 
 def _new_file(config: str) -> Path:
@@ -213,9 +210,8 @@ def _conclude(
             f"not complete; go on with the same command and --resume {path}", soft_wrap=True
         )
     elif record:
-        kept = EVIDENCE / f"ladder-{ladder.config}-{where(ladder)}.json"
-        ladder.save(kept)
-        console.print(f"evidence: {kept.relative_to(REPO)}", soft_wrap=True)
+        for kept in keep(ladder, wanted, path.parent / TRACES, EVIDENCE):
+            console.print(f"evidence: {kept.relative_to(REPO)}", soft_wrap=True)
     bad = [row for row in rows if row.numbers == numbers.DIFFER]
     for row in bad:
         console.print(
@@ -226,12 +222,3 @@ def _conclude(
             soft_wrap=True,
         )
     return not bad
-
-
-def where(ladder: Ladder) -> str:
-    """Return the machine's short name: ``cpu``, or ``h200x2`` for two ranks on H200s."""
-    if not ladder.machine.get("gpus"):
-        return "cpu"
-    model = str(ladder.machine["gpu"]).partition(",")[0].lower()
-    words = [word for word in re.split(r"[\s-]+", model) if re.search(r"\d", word)]
-    return f"{words[0] if words else 'gpu'}x{ladder.ranks}"

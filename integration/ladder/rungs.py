@@ -1,5 +1,6 @@
 """Which sets are measured: a base, one contribution more at a time, then all but one. No torch."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -35,6 +36,11 @@ class Rung:
     also_removed: tuple[str, ...] = ()  # what requires ``contribution``, and so cannot stay
     options: tuple[str, ...] = ()  # TorchTitan's, of a variant
     changes: str = ""  # why a variant's numbers are not the full set's
+
+    @property
+    def slug(self) -> str:
+        """The label, as a file's name."""
+        return re.sub(r"\W+", "-", self.label).strip("-")
 
 
 def climb(

@@ -2,7 +2,8 @@
 
 A file of it names its patches, ``"patches": {name: sha256}``, and so does each row of the proof. It
 counts only while each of them is stored as it was; a ladder and the proof, also while they name all
-that there are. An allocator snapshot, which is a pickle, is bound by the ladder of the same name.
+that there are. An allocator snapshot, which is a pickle, is bound by the ladder with whose name
+its own begins.
 """
 
 import gzip
@@ -30,8 +31,7 @@ def stale(root: Path, contributions: Sequence[Contribution]) -> Iterator[Finding
     for file in sorted(f for pattern in TRACES for f in root.glob(pattern)):
         yield from _compare(root, file, _patches(file), now, missing=set())
     for file in sorted(root.glob(SNAPSHOTS)):
-        ladder = file.with_name(file.name.removesuffix(".snapshot.pickle.gz") + ".json")
-        if not ladder.is_file():
+        if not file.with_name(f"{file.name.partition('.')[0]}.json").is_file():
             yield from _compare(root, file, None, now, missing=set())
     short = {name: digest[:DIGITS] for name, digest in now.items()}
     proven = _proven(root / "README.md")

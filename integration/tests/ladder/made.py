@@ -13,7 +13,9 @@ def contribution(
     name: str, requires: tuple[str, ...] = (), numerics: str = "bitwise"
 ) -> Contribution:
     values = {"Numerics": (numerics,)}
-    made = SimpleNamespace(name=name, upstream="x", requires=requires, values=values.get)
+    made = SimpleNamespace(
+        name=name, upstream="x", requires=requires, values=values.get, sha256=name * 8
+    )
     return cast(Contribution, made)
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from integration.ladder import run
 from integration.paths import REPO
-from integration.tests.ladder.test_result import LADDER
 
 
 def _run(*arguments: str, **env: str) -> subprocess.CompletedProcess:
@@ -72,20 +71,6 @@ def test_two_rungs_are_trained_and_compared_and_gone_on_with(tmp_path):
         assert row["median"]["tokens_s_gpu"] == 512 / row["median"]["step_s"]
     assert record["tokens_a_step"] == 1024
     assert [f for f in file.parent.iterdir() if f.is_dir()] == [file.parent / "pristine"]
-
-
-@pytest.mark.parametrize(
-    ("machine", "name"),
-    [
-        ({"gpus": 0}, "cpu"),
-        ({"gpus": 2, "gpu": "NVIDIA H200, 580.159.04"}, "h200x2"),
-        ({"gpus": 2, "gpu": "NVIDIA A100-SXM4-64GB, 535.1"}, "a100x2"),
-    ],
-)
-def test_evidence_is_named_by_where_it_comes_from(machine, name):
-    from dataclasses import replace
-
-    assert run.where(replace(LADDER, machine=machine)) == name
 
 
 def test_evidence_is_kept_in_the_package():

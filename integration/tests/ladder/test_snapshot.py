@@ -81,7 +81,7 @@ def _segment(stream: int, *blocks: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _made() -> dict[str, Any]:
+def made_snapshot() -> dict[str, Any]:
     """Return a history on the second of two devices.
 
     Allocated are 1000 before it, then 1700, 2300, 2200, 1600, 1800, 2900, 2950, 3000, 2950, 2250
@@ -192,11 +192,11 @@ PEAK = Peak(
 
 
 def test_the_peak_is_told_by_who_holds_it():
-    assert snapshot.peak(_made()) == PEAK
+    assert snapshot.peak(made_snapshot()) == PEAK
 
 
 def test_a_peak_before_the_first_event_is_one_too():
-    made = _made()
+    made = made_snapshot()
     made["device_traces"][1] = [
         _event("free_requested", 1, 5, 0),
         _event("free_completed", 1, 5, 0),
@@ -209,7 +209,7 @@ def test_a_peak_before_the_first_event_is_one_too():
 
 
 def test_a_stream_without_a_name_is_told_by_its_handle():
-    made = _made()
+    made = made_snapshot()
     del made["stream_names"]
     assert {h.stream for h in snapshot.peak(made).holders} == {
         "default stream",
@@ -218,13 +218,13 @@ def test_a_stream_without_a_name_is_told_by_its_handle():
 
 
 def test_trimming_keeps_the_peak():
-    kept = _kept(_made())
+    kept = _kept(made_snapshot())
     assert snapshot.peak(kept) == PEAK
     assert _kept(kept) == kept
 
 
 def test_trimming_keeps_what_memory_viz_reads():
-    made, kept = _made(), _kept(_made())
+    made, kept = made_snapshot(), _kept(made_snapshot())
     assert [len(trace) for trace in kept["device_traces"]] == [0, 18]
     first, second = kept["device_traces"][1][:2]
     assert (first["action"], first["time_us"], second["time_us"]) == ("segment_alloc", 0, 1)
@@ -234,11 +234,11 @@ def test_trimming_keeps_what_memory_viz_reads():
     assert [b["state"] for b in kept["segments"][1]["blocks"]] == ["active_allocated", "inactive"]
     assert kept["segments"][0]["segment_pool_id"] == (0, 0)
     assert kept["allocator_settings"] == made["allocator_settings"]
-    assert made == _made()  # left as it was
+    assert made == made_snapshot()  # left as it was
 
 
 def test_a_stack_keeps_its_innermost_frames_and_who_they_work_for():
-    made = _made()
+    made = made_snapshot()
     deep = [_frame(f"{SITE}/torch/nn/f{n}.py", "f", n) for n in range(12)]
     made["device_traces"][1][1]["frames"] = [*GATHER[:1], *deep, *MOE[1:]]
     made["device_traces"][1][2]["frames"] = GATHER[:1]  # nothing else than plumbing
@@ -267,8 +267,8 @@ def test_files_are_told_as_their_package_has_them(file, told):
 
 
 def test_no_path_of_the_machine_is_kept():
-    kept = gzip.decompress(snapshot.packed(snapshot.trim(_made())))
-    assert b"/tmp" in pickle.dumps(_made())
+    kept = gzip.decompress(snapshot.packed(snapshot.trim(made_snapshot())))
+    assert b"/tmp" in pickle.dumps(made_snapshot())
     assert not [path for path in (b"/tmp", b"/usr", b"site-packages") if path in kept]
 
 
@@ -285,7 +285,7 @@ def test_a_step_of_20000_events_is_small_and_has_the_peak_that_was_counted():
 
 
 def test_memory_viz_can_unpickle_it():
-    data = gzip.decompress(snapshot.packed(snapshot.trim(_made())))
+    data = gzip.decompress(snapshot.packed(snapshot.trim(made_snapshot())))
     opcodes = list(pickletools.genops(data))
     assert {opcode.name for opcode, _, _ in opcodes} <= set(KNOWN.split())
     assert opcodes[0][1] == 4
@@ -301,7 +301,7 @@ class _Malicious:
 
 def test_a_pickle_that_would_run_code_is_refused(tmp_path):
     file, ran = tmp_path / "in.pickle", tmp_path / "ran"
-    file.write_bytes(pickle.dumps({**_made(), "more": _Malicious(ran)}))
+    file.write_bytes(pickle.dumps({**made_snapshot(), "more": _Malicious(ran)}))
     with pytest.raises(UserError, match=r"which is not loaded: a snapshot is plain data"):
         snapshot.read(file)
     assert not ran.exists()
@@ -309,9 +309,9 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_snapshot_is_read_compressed_or_not(tmp_path, packed):
-    file, data = tmp_path / "in", pickle.dumps(_made())
+    file, data = tmp_path / "in", pickle.dumps(made_snapshot())
     file.write_bytes(gzip.compress(data) if packed else data)
-    assert snapshot.read(file) == _made()
+    assert snapshot.read(file) == made_snapshot()
 
 
 @pytest.mark.parametrize(
@@ -319,8 +319,8 @@ def test_a_snapshot_is_read_compressed_or_not(tmp_path, packed):
     [
         (b"", "EOFError"),
         (b"no pickle", "UnpicklingError"),
-        (gzip.compress(pickle.dumps(_made()))[:-9], "EOFError"),
-        (pickle.dumps(_made())[:-99], "truncated"),
+        (gzip.compress(pickle.dumps(made_snapshot()))[:-9], "EOFError"),
+        (pickle.dumps(made_snapshot())[:-99], "truncated"),
         (pickle.dumps([1]), "TypeError"),
         (pickle.dumps({"segments": []}), "KeyError('device_traces')"),
         (pickle.dumps({"device_traces": [[{"action": "alloc"}]], "segments": []}), "size, stream"),
@@ -341,7 +341,7 @@ def _run(*arguments: Path | str) -> subprocess.CompletedProcess:
 
 def test_the_command_shows_the_peak_and_writes_the_trimmed_file(tmp_path):
     file, kept = tmp_path / "in.pickle", tmp_path / "new" / "out.pickle.gz"
-    file.write_bytes(pickle.dumps(_made()))
+    file.write_bytes(pickle.dumps(made_snapshot()))
     answer = _run(file, kept, "--rows", "3")
     assert answer.returncode == 0, answer.stderr
     assert "2.93 KiB allocated, 648 B pending, 0.500 s into the recording" in answer.stdout

@@ -120,7 +120,7 @@ def test_evidence_of_the_set_is_stale_with_any_of_its_patches(house: House) -> N
 
     put("ladder-mini-cpu.json", {"patches": now})
     trace("trace-one.json.gz", {"patches": {"one": now["one"]}})
-    (ladders / "ladder-mini-cpu.snapshot.pickle.gz").write_bytes(b"")
+    (ladders / "ladder-mini-cpu.full-set.snapshot.pickle.gz").write_bytes(b"")
     assert house.check() == []
 
     put("a.json", {"patches": now | {"two": "0" * 64}})
