@@ -19,7 +19,7 @@ def compile_without_autotuning() -> None:
     """
     FlexAttention.inductor_configs |= {"max_autotune": False, "coordinate_descent_tuning": False}
     FlexAttention._compiled_flex_attn = torch.compile(
-        flex_attention, options=FlexAttention.inductor_configs
+        flex_attention, options={**FlexAttention.inductor_configs}
     )
 
 
