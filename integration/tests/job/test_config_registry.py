@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.models.common.attention import FlexAttention
 
 from integration.errors import UserError
 from integration.job import catalog, config_registry, trainer_config
@@ -20,6 +21,19 @@ BILLION = 1e9
 def test_every_job_is_a_config_by_its_name():
     for name in catalog.CATALOG:
         assert callable(getattr(config_registry, name))
+
+
+def test_no_job_autotunes_its_attention(monkeypatch):
+    """The region that an outer compiler takes out has the same options, so the dict is kept."""
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda function, options: compiled.append(options))
+    monkeypatch.setattr(FlexAttention, "_compiled_flex_attn", None)
+    options = FlexAttention.inductor_configs
+    monkeypatch.setitem(options, "max_autotune", True)
+    trainer_config.trainer_config(catalog.SLICE)
+    assert FlexAttention.inductor_configs is options
+    assert not options["max_autotune"] and not options["coordinate_descent_tuning"]
+    assert compiled == [options]
 
 
 @pytest.mark.parametrize(
