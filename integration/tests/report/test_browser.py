@@ -10,7 +10,7 @@ import pytest
 from PIL import Image, ImageStat
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from integration.report import report, timeline, trace
+from integration.report import ladder, report, timeline, trace
 from integration.tests.report import samples
 from integration.tests.report.test_report import run_folder
 
@@ -32,6 +32,7 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
             files.append(folder / "integration" / "evidence" / f"trace-{name}.json.gz")
             files[-1].parent.mkdir(parents=True, exist_ok=True)
             files[-1].write_bytes(trace.packed({"patches": {}, "traceEvents": events}))
+        patch.setattr(ladder, "recorded", list)  # whatever is kept has a test of its own
         patch.setattr(timeline, "files", lambda: files)
         patch.setattr(timeline, "_shown", lambda file: file.name)
         given = [
@@ -91,6 +92,16 @@ def test_every_chart_is_drawn_without_a_complaint(
     assert complaints == []
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
     assert dark == (scheme == "dark")
+    page.context.close()
+
+
+def test_what_is_kept_is_drawn_without_a_complaint(browser: Browser, tmp_path: Path) -> None:
+    report.write([], tmp_path / "report.html")
+    page, complaints = opened(browser, tmp_path / "report.html")
+    count = page.locator(".chart").count()
+    assert count
+    assert [n for n in range(count) if variance(page, n) < 100] == []
+    assert complaints == []
     page.context.close()
 
 
