@@ -106,3 +106,26 @@ def test_whole_experts_need_no_network_for_muon():
     dense = traffic.total(flows, cause=traffic.MUON)
     # 10.1 G parameters in fp32 over 384 ranks, there and back.
     assert dense == pytest.approx(2 * 4 * 10.1e9 / 384, rel=0.03)
+
+
+def test_ranks_share_the_memory_of_their_host():
+    assert H200.host.gb_s(1) == 2 * H200.host.gb_s(2) == 2 * H200.host.gb_s(8)
+    assert JUPITER.host.gb_s(384) == JUPITER.host.gb_s(1)  # each GH200 has its own
+
+
+def test_a_pass_takes_the_busiest_resource_and_a_layer_of_the_others():
+    """Of four layers, one rank: copies rule forward, and the GPU does the last layer after them."""
+    forward = make(SLICE, H200).time.phases[0]
+    copies, gpu = forward.busy[H200.host_link.name], forward.busy["GPU"]
+    assert copies > gpu
+    # The offload's copies out are a stage of their own.
+    assert copies + gpu / 4 <= forward.seconds <= copies + gpu / 4 + copies / 4
+
+
+def test_on_one_communicator_the_exchange_waits_for_copies_in_backward():
+    shared = SLICE.on(2)
+    apart = replace(shared, layout=replace(shared.layout, ep=1))
+    (forward, backward), (_, free) = (make(job, H200).time.phases[:2] for job in (shared, apart))
+    copies = backward.busy[H200.host_link.name]
+    assert backward.busy["GPU"] > free.busy["GPU"] + 0.9 * copies / 2
+    assert forward.binds == H200.host_link.name
