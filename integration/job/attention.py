@@ -14,8 +14,9 @@ from torchtitan.protocols.module import Module
 def compile_without_autotuning() -> None:
     """Let FlexAttention take its default blocks, as TorchTitan does for deterministic runs.
 
-    At 65,536 tokens the first step tunes for minutes on every rank, again after each restart. On an
-    H200 none of six other block sizes, warps and stages was 2 per cent faster, forward or backward.
+    At 65,536 tokens tuning had not ended after 100 s of the first step; each rank tunes, and again
+    after each restart. On an H200 none of six other block sizes, warps and stages was 2 per cent
+    faster, forward or backward.
     """
     FlexAttention.inductor_configs |= {"max_autotune": False, "coordinate_descent_tuning": False}
     FlexAttention._compiled_flex_attn = torch.compile(

@@ -1,8 +1,5 @@
 """Keep a ladder as evidence, with what the lowest and the full set did in a step. No torch."""
 
-import gzip
-import json
-import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +8,7 @@ from integration.ladder import snapshot
 from integration.ladder.layout import KEPT_SNAPSHOT, KEPT_TRACE
 from integration.ladder.result import Ladder
 from integration.ladder.rungs import SETS, Rung
+from integration.patchset.atomic import replace_all
 from integration.report import trace
 
 
@@ -19,22 +17,23 @@ def keep(ladder: Ladder, wanted: Sequence[Rung], traces: Path, folder: Path) -> 
 
     The rungs are the first set that ran and the largest. Traces name the patches that they were
     made on; snapshots are bound by the ladder, with whose name theirs begins.
+
+    Raises:
+        UserError: a trace or snapshot cannot be read or trimmed, or nothing can be written.
     """
     name = f"ladder-{ladder.config}-{where(ladder)}"
     files = {f"{name}.json": ladder.packed()}
     for rung in _ends(ladder, wanted):
         recorded = traces / KEPT_TRACE.format(rung=rung.slug)
         if recorded.is_file():
-            files[f"trace-{name}-{rung.slug}.json.gz"] = _trimmed(ladder, rung, recorded)
+            patches = {patch: ladder.patches[patch] for patch in rung.names}
+            trimmed = trace.trimmed(recorded, patches, f"{ladder.command}: {rung.label}")
+            files[f"trace-{name}-{rung.slug}.json.gz"] = trace.packed(trimmed)
         history = traces / KEPT_SNAPSHOT.format(rung=rung.slug)
         if history.is_file():
-            trimmed = snapshot.packed(snapshot.trim(snapshot.read(history)))
-            files[f"{name}.{rung.slug}.snapshot.pickle.gz"] = trimmed
-    folder.mkdir(parents=True, exist_ok=True)
-    for file, data in files.items():
-        beside = folder / f"{file}.part"
-        beside.write_bytes(data)
-        os.replace(beside, folder / file)
+            trimmed = snapshot.trim(snapshot.read(history))
+            files[f"{name}.{rung.slug}.snapshot.pickle.gz"] = snapshot.packed(trimmed)
+    replace_all(folder, files)
     return [folder / file for file in files]
 
 
@@ -43,18 +42,6 @@ def _ends(ladder: Ladder, wanted: Sequence[Rung]) -> Iterator[Rung]:
     if ran:
         most = max(ran, key=lambda rung: len(rung.names))
         yield from dict.fromkeys((ran[0], most))
-
-
-def _trimmed(ladder: Ladder, rung: Rung, recorded: Path) -> bytes:
-    events, shortest = trace.trim(json.loads(gzip.decompress(recorded.read_bytes()))["traceEvents"])
-    return trace.packed(
-        {
-            "patches": {name: ladder.patches[name] for name in rung.names},
-            "command": f"{ladder.command}: {rung.label}",
-            "joined_below_us": shortest,
-            "traceEvents": events,
-        }
-    )
 
 
 def where(ladder: Ladder) -> str:

@@ -18,7 +18,6 @@ autograd's own thread.
 """
 
 import gzip
-import os
 import pickle
 import sys
 from collections import Counter
@@ -35,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from integration.errors import UserError
+from integration.patchset.atomic import replace_all
 from integration.patchset.effect import size
 
 Record = dict[str, Any]  # a snapshot, or an event, a segment, a block or a frame of it
@@ -332,10 +332,7 @@ def main(
     if target is None:
         return
     data = packed(trim(snapshot))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(target.name + ".part")
-    beside.write_bytes(data)
-    os.replace(beside, target)
+    replace_all(target.parent, {target.name: data})
     print(f"{target}: {len(data) / 1e3:,.0f} kB; gunzip it for https://pytorch.org/memory_viz")
 
 

@@ -187,7 +187,7 @@ def _moments(job: JobSpec, levers: Levers, rank: int) -> dict[str, dict[str, flo
     still being reduced. Of two layers, the one that is computed has another either ahead or behind.
     reduction: the layer's bf16 gradients are complete and copied to fp32 to be reduced.
     loss: the head and one chunk of logits, the gradient of the head, the last layer prefetched.
-    optimizer: two batches of expert matrices in Newton-Schulz.
+    optimizer: the largest batch of matrices in Newton-Schulz.
     """
     place = Place.of(job, rank)
     stage, layer = place.stage, layer_gathered(job)
@@ -267,7 +267,7 @@ def _muon_buffers(job: JobSpec, cluster: Cluster, levers: Levers, rank: int) -> 
     if split is None:
         return {}
     batches = muon.BATCHES_IN_FLIGHT * split.buffers * muon.largest_batch(job, rank)
-    return {MUON_BUFFERS: batches + muon.exchange_bytes(job, rank)}
+    return {MUON_BUFFERS: batches + muon.exchange_bytes(job)}
 
 
 def _host(

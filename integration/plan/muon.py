@@ -79,7 +79,7 @@ def largest_batch(job: JobSpec, rank: int) -> int:
     return largest
 
 
-def exchange_bytes(job: JobSpec, rank: int) -> float:
+def exchange_bytes(job: JobSpec) -> float:
     """GPU memory that FSDP's shards of dense matrices pass through on their way to Newton-Schulz.
 
     Two slots, each the rank's shards of a layer and what it computes of it, in fp32: all of it

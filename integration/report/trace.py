@@ -8,7 +8,6 @@ file is a Chrome trace as before, for Perfetto too, with the patches that it was
 
 import gzip
 import json
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from integration.errors import UserError
+from integration.patchset.atomic import replace_all
 
 LIMIT = 1_000_000  # bytes, compressed
 GPU = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -48,6 +48,27 @@ def trim(events: Iterable[Event], limit: int = LIMIT) -> tuple[list[Event], floa
             raise ValueError(f"{limit} bytes do not hold it: profile fewer steps")
         kept = list(_joined(kept, shortest))
     return kept, shortest
+
+
+def trimmed(file: Path, patches: dict[str, str], command: str) -> dict[str, Any]:
+    """Return the trace in ``file``, trimmed, with the patches that it was made on.
+
+    Raises:
+        UserError: it is no trace, or ``trim`` refuses it.
+    """
+    try:
+        events, shortest = trim(read(file)["traceEvents"])
+    except ValueError as error:
+        raise UserError(
+            f"expected kernels in {file} that fit into {LIMIT / 1e6:g} MB, found: {error}; "
+            f"nothing was written"
+        ) from None
+    return {
+        "patches": patches,
+        "command": command,
+        "joined_below_us": shortest,
+        "traceEvents": events,
+    }
 
 
 def packed(trace: dict[str, Any]) -> bytes:
@@ -159,28 +180,11 @@ def main(
     command: Annotated[str, typer.Option(help="What was profiled, to be kept in the file.")] = "",
 ) -> None:
     """Trim a trace to less than 1 MB, bound to the patches that it was made on."""
-    trace = read(source)
-    bound = _patches(source, patches)
-    try:
-        events, shortest = trim(trace["traceEvents"])
-    except ValueError as error:
-        raise UserError(
-            f"expected kernels in {source} that fit into {LIMIT / 1e6:g} MB, found: {error}; "
-            f"nothing was written"
-        ) from None
-    kept = {
-        "patches": bound,
-        "command": command,
-        "joined_below_us": shortest,
-        "traceEvents": events,
-    }
-    data = packed(kept)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(target.name + ".part")
-    beside.write_bytes(data)
-    os.replace(beside, target)
+    kept = trimmed(source, _patches(source, patches), command)
+    data, shortest = packed(kept), kept["joined_below_us"]
+    replace_all(target.parent, {target.name: data})
     joined = f", kernels below {shortest:g} us joined" if shortest else ""
-    print(f"{target}: {len(data) / 1e3:,.0f} kB, {len(events):,} events{joined}")
+    print(f"{target}: {len(data) / 1e3:,.0f} kB, {len(kept['traceEvents']):,} events{joined}")
 
 
 if __name__ == "__main__":

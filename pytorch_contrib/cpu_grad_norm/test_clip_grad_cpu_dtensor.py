@@ -30,12 +30,14 @@ def norm_at_once(grad: DTensor) -> tuple[torch.Tensor, int]:
     return norm, comms.get_total_counts()
 
 
-class TestClipGradCPUDTensor(DTensorTestBase):
-    hw_classification = HardwareClassification.GENERIC
-
+class TwoRanksTestBase(DTensorTestBase):
     @property
     def world_size(self) -> int:
         return 2
+
+
+class TestClipGradCPUDTensor(TwoRanksTestBase):
+    hw_classification = HardwareClassification.GENERIC
 
     @property
     def device_type(self) -> str:
@@ -86,12 +88,8 @@ class TestClipGradCPUDTensor(DTensorTestBase):
             self.assertEqual(total, exact_norm(full), rtol=1e-6, atol=0)
 
 
-class TestClipGradCPUOffload(DTensorTestBase):
+class TestClipGradCPUOffload(TwoRanksTestBase):
     hw_classification = HardwareClassification.GENERIC
-
-    @property
-    def world_size(self) -> int:
-        return 2
 
     @property
     def device_type(self) -> str:
