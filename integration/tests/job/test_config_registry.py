@@ -8,9 +8,10 @@ import pytest
 import torch
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.attention import FlexAttention
+from torchtitan.tools import utils as torchtitan_utils
 
 from integration.errors import UserError
-from integration.job import catalog, config_registry, trainer_config
+from integration.job import attention, catalog, config_registry, trainer_config
 from integration.job.moe import model_spec
 from integration.patchset import overlay
 from integration.paths import REPO
@@ -34,6 +35,31 @@ def test_no_job_autotunes_its_attention(monkeypatch):
     assert FlexAttention.inductor_configs is options
     assert not options["max_autotune"] and not options["coordinate_descent_tuning"]
     assert compiled == [options]
+
+
+def test_flash_attention_replaces_kernels_and_keeps_other_options(monkeypatch):
+    monkeypatch.setattr(attention, "find_spec", lambda name: name)
+    monkeypatch.setattr(torchtitan_utils, "has_cuda_capability", lambda major, minor: True)
+    flash = attention.flash_attention(FlexAttention.Config(kernel_options={"PRESCALE_QK": True}))
+    assert flash == FlexAttention.Config(
+        block_size=(256, 128), kernel_options={"PRESCALE_QK": True, "BACKEND": "FLASH"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("installed", "says"),
+    [((), "flash-attn-4"), (("flash_attn",), "flash-attn-4"), (None, "Hopper")],
+)
+def test_flash_attention_says_what_is_missing(monkeypatch, installed, says):
+    """Of flash_attn, older packages have no ``cute``; with all there, no GPU is the reason."""
+    monkeypatch.setattr(
+        attention,
+        "find_spec",
+        lambda name: name if installed is None or name in installed else None,
+    )
+    monkeypatch.setattr(torchtitan_utils, "has_cuda_capability", lambda major, minor: False)
+    with pytest.raises(UserError, match=says):
+        attention.flash_attention(FlexAttention.Config())
 
 
 @pytest.mark.parametrize(
