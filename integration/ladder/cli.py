@@ -1,11 +1,20 @@
 """``integration ladder``: what each contribution is worth inside the set."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from integration.ladder.rungs import Only
+
+
+def _label(value: str) -> str:
+    if not re.fullmatch(r"[a-z0-9-]*", value):
+        raise typer.BadParameter(
+            f"{value} should be of a-z, 0-9 and hyphens, as part of a file's name"
+        )
+    return value
 
 
 def ladder(
@@ -52,6 +61,14 @@ def ladder(
     record: Annotated[
         bool, typer.Option("--record", help="Keep the result in integration/evidence.")
     ] = False,
+    label: Annotated[
+        str,
+        typer.Option(
+            callback=_label,
+            help="Goes into the kept file's name and the report: what sets this ladder apart from "
+            "others of CONFIG.",
+        ),
+    ] = "",
     resume: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Go on with this ladder's JSON file.")
     ] = None,
@@ -85,6 +102,7 @@ def ladder(
         whole_documents=whole_documents,
         traces=traces,
         record=record,
+        label=label,
         resume=resume,
         retry=retry,
         options=tuple(TITAN_OPTIONS),

@@ -21,7 +21,7 @@ def keep(ladder: Ladder, wanted: Sequence[Rung], traces: Path, folder: Path) -> 
     Raises:
         UserError: a trace or snapshot cannot be read or trimmed, or nothing can be written.
     """
-    name = f"ladder-{ladder.config}-{where(ladder)}"
+    name = "-".join(filter(None, ("ladder", ladder.config, ladder.label, where(ladder))))
     files = {f"{name}.json": ladder.packed()}
     for rung in _ends(ladder, wanted):
         recorded = traces / KEPT_TRACE.format(rung=rung.slug)

@@ -74,7 +74,7 @@ def measure(session: Session, rung: Rung, folder: Path) -> dict:
     run = Run(folder)
     line = launch.command(
         run,
-        replace(session.job, options=(*session.job.options, *rung.options)),
+        replace(session.job, options=(*rung.options, *session.job.options)),
         ranks=session.ranks,
         port=machine.free_port(None),
         color=False,

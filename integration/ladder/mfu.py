@@ -14,7 +14,9 @@ def peak_flops(machine: dict[str, str | int]) -> float | None:
     return None
 
 
-def mfu(job: JobSpec, ranks: int, machine: dict[str, str | int], seconds: float) -> float | None:
+def mfu(
+    job: JobSpec, machine: dict[str, str | int], tokens_a_gpu: float, seconds: float
+) -> float | None:
     """Return the useful FLOP of a step over what the peak allows in ``seconds``.
 
     Recomputation does not count. Attention counts as causal over the whole sequence, so sequences
@@ -24,4 +26,4 @@ def mfu(job: JobSpec, ranks: int, machine: dict[str, str | int], seconds: float)
     peak = peak_flops(machine)
     if peak is None:
         return None
-    return step_time.model_flops(job.on(ranks)) / ranks / seconds / peak
+    return step_time.token_flops(job) * tokens_a_gpu / seconds / peak

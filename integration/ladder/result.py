@@ -106,6 +106,7 @@ class Ladder:
     date: str
     tokens_a_step: int = 0
     whole_documents: bool = False
+    label: str = ""
     rungs: list[Row] = field(default_factory=list)
 
     def row(self, rung: Rung) -> Row:
@@ -149,11 +150,14 @@ class Ladder:
                 verdict = numbers.judge(row.runs[0], self.row(other).runs[0], reasons)
                 row.numbers, row.difference = verdict.words, verdict.difference
 
-    def utilise(self, mfu: Callable[[float], float | None]) -> None:
-        """Fill in each row's model FLOP utilisation; ``mfu`` takes the seconds of a step."""
+    def utilise(self, mfu: Callable[[float, float], float | None]) -> None:
+        """Fill in each row's model FLOP utilisation; ``mfu`` takes a GPU's tokens and the seconds
+        of a step."""
+        tokens = self.tokens_a_step / self.ranks
         for row in self.rungs:
             if row.runs:
-                row.median["mfu"] = mfu(median(s for run in row.runs for s in run["step_s"]))
+                seconds = median(s for run in row.runs for s in run["step_s"])
+                row.median["mfu"] = mfu(tokens, seconds)
 
     @property
     def deterministic(self) -> bool:

@@ -55,6 +55,7 @@ class Request:
     experts: int | None
     seq_len: int | None
     whole_documents: bool
+    label: str
     traces: bool
     record: bool
     resume: Path | None
@@ -95,7 +96,8 @@ def run(request: Request) -> bool:
         f"--profiled={profiled}",
         f"--recorded={recorded}",
     )
-    options = (*request.options, *own)
+    # The user's last: a subcommand (activation_checkpoint:selective) takes all that follows.
+    options = (*own, *request.options)
     session = Session(
         job=Job(
             job.name, str(dataset), str(tokenizer), options, (), request.layers, request.experts
@@ -120,6 +122,7 @@ def run(request: Request) -> bool:
         patches={c.name: c.sha256 for c in contributions},
         command=request.command,
         whole_documents=request.whole_documents,
+        label=request.label,
         date=date.today().isoformat(),
     )
     if request.resume:
@@ -129,7 +132,7 @@ def run(request: Request) -> bool:
     def save() -> None:
         ladder.compare(wanted, contributions, place)
         if request.whole_documents:
-            ladder.utilise(partial(mfu, job, ranks, ladder.machine))
+            ladder.utilise(partial(mfu, job, ladder.machine))
         ladder.save(path)
 
     # A scheduler's stop ends the ranks too, as Ctrl-C does.

@@ -103,7 +103,7 @@ def step(job: JobSpec, cluster: Cluster, levers: Levers, flows: list[Flow], rank
         phases=phases,
         bubble=bubble,
         tokens_per_gpu=job.tokens / job.ranks,
-        model_flops=model_flops(job) / job.ranks,
+        model_flops=token_flops(job) * job.tokens / job.ranks,
         peak_tflops=cluster.gpu.peak_tflops,
     )
 
@@ -220,11 +220,10 @@ def _head_seconds(job: JobSpec, cluster: Cluster, stage: int) -> float:
     return _tokens(job) * 2.0 * job.shape.embedding_params / (cluster.gpu.matmul_tflops * TERA)
 
 
-def model_flops(job: JobSpec) -> float:
-    """FLOP of a step over all ranks: forward, and backward with twice as many. Recomputation is not
-    counted, attention is, causal over the whole sequence."""
-    a_token = job.shape.layers * sum(layer_flops(job)) + 2 * job.shape.embedding_params
-    return 3 * job.tokens * a_token
+def token_flops(job: JobSpec) -> float:
+    """FLOP of a token: forward, and backward with twice as many. Recomputation is not counted,
+    attention is, causal over the whole sequence."""
+    return 3 * (job.shape.layers * sum(layer_flops(job)) + 2 * job.shape.embedding_params)
 
 
 # Share of a cause's traffic that belongs to the forward pass; the rest is backward's.

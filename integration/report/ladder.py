@@ -36,7 +36,8 @@ def load(file: Path) -> Record | None:
 def title(record: Record) -> str:
     machine = record["machine"]
     gpus = f"{machine['gpus']} x {machine['gpu'].partition(',')[0]}" if machine["gpus"] else "CPU"
-    return f"{record['config']} on {record['ranks']} ranks, {gpus}"
+    label = f" ({record['label']})" if record.get("label") else ""
+    return f"{record['config']}{label} on {record['ranks']} ranks, {gpus}"
 
 
 def section(records: Sequence[Record]) -> Section:

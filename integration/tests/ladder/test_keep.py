@@ -31,6 +31,7 @@ def test_evidence_is_named_by_where_it_comes_from(machine, name):
 def test_the_lowest_and_the_full_set_keep_what_they_did(tmp_path):
     patches = {c.name: c.sha256 for c in CHAIN}
     ladder = replace(LADDER, rungs=[], patches=patches, machine={"gpus": 1, "gpu": "NVIDIA H200"})
+    ladder = replace(ladder, label="long")
     wanted = rungs.climb(CHAIN, PLACE)
     ladder.arrange(wanted)
     traces, folder = tmp_path / "traces", tmp_path / "integration/evidence"
@@ -50,7 +51,7 @@ def test_the_lowest_and_the_full_set_keep_what_they_did(tmp_path):
 
     sets = [rung for rung in wanted if rung.kind in rungs.SETS]
     low, full = sets[1], max(sets, key=lambda rung: len(rung.names))
-    name = f"ladder-{ladder.config}-h200x{ladder.ranks}"
+    name = f"ladder-{ladder.config}-long-h200x{ladder.ranks}"
     assert [file.name for file in kept] == [
         f"{name}.json",
         f"trace-{name}-{low.slug}.json.gz",

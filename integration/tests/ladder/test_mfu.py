@@ -24,12 +24,13 @@ def test_useful_flop_over_the_peaks():
     shape = JOB.shape
     layer = 2 * 398.0e6 + 2 * TOKENS * shape.heads * shape.head_dim
     flops = 3 * TOKENS * (2 * layer + 2 * shape.vocab * shape.hidden)
-    assert mfu(JOB, 1, H200, 2.0) == pytest.approx(flops / 2.0 / 989e12, rel=2e-3)
+    assert mfu(JOB, H200, TOKENS, 2.0) == pytest.approx(flops / 2.0 / 989e12, rel=2e-3)
 
 
-def test_two_ranks_share_the_work_of_two_sequences():
-    assert mfu(JOB, 2, H200, 2.0) == pytest.approx(mfu(JOB, 1, H200, 2.0))
+def test_sequences_of_one_step_are_all_useful():
+    """Accumulated over micro-batches, or in one: twice the tokens in twice the time."""
+    assert mfu(JOB, H200, 2 * TOKENS, 4.0) == pytest.approx(mfu(JOB, H200, TOKENS, 2.0))
 
 
 def test_an_unknown_gpu_has_none():
-    assert mfu(JOB, 1, {"gpus": 1, "gpu": "NVIDIA Unheard-of, 1"}, 2.0) is None
+    assert mfu(JOB, {"gpus": 1, "gpu": "NVIDIA Unheard-of, 1"}, TOKENS, 2.0) is None

@@ -203,9 +203,9 @@ def test_another_file_is_refused(text, tmp_path):
 
 
 def test_utilisation_is_of_the_median_step_and_kept(tmp_path):
-    ladder = _ladder()
-    ladder.utilise(lambda seconds: 2 * seconds)
+    ladder = replace(_ladder(), ranks=2, tokens_a_step=600)
+    ladder.utilise(lambda tokens, seconds: tokens * seconds)
     row = ladder.rungs[0]
-    assert row.median["mfu"] == 2 * (row.median["step_s"] or 0) > 0
+    assert row.median["mfu"] == 300 * (row.median["step_s"] or 0) > 0
     ladder.save(tmp_path / "ladder.json")
     assert Ladder.load(tmp_path / "ladder.json").rungs[0].median["mfu"] == row.median["mfu"]
