@@ -20,7 +20,10 @@ def _label(value: str) -> str:
 def ladder(
     config: Annotated[str, typer.Argument(help="A config of integration/job.")] = "mini",
     only: Annotated[
-        Only, typer.Option(help="Add one by one, leave out one of the full set, or both.")
+        Only,
+        typer.Option(
+            help="Add one by one, leave out one of the full set, both, or only the full set."
+        ),
     ] = Only.ALL,
     names: Annotated[
         str | None, typer.Option(help="Only these contributions, with commas between.")

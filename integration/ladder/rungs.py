@@ -23,6 +23,7 @@ class Only(StrEnum):
     ADD = "add"
     WITHOUT = "without"
     ALL = "all"
+    FULL = "full"  # the full set alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +64,12 @@ def climb(
     """
     chosen = {c.name for c in repository.find(contributions, names or None)}
     rungs: list[Rung] = []
-    if only is not Only.WITHOUT:
+    if only in (Only.ADD, Only.ALL):
         rungs += _adding(contributions, place, chosen)
-    if only is not Only.ADD:
-        full = tuple(c.name for c in contributions)
-        if not any(rung.names == full for rung in rungs):
-            rungs.append(Rung(FULL_SET, "add", None, full))
+    full = tuple(c.name for c in contributions)
+    if only is not Only.ADD and not any(rung.names == full for rung in rungs):
+        rungs.append(Rung(FULL_SET, "add", None, full))
+    if only in (Only.WITHOUT, Only.ALL):
         rungs += [
             _without(contributions, name) for name in order.sort(contributions) if name in chosen
         ]

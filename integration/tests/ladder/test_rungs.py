@@ -114,6 +114,10 @@ def test_the_full_set_is_measured_where_only_without_is_asked_for():
     assert [r.label for r in climbed] == ["full set", "full set - c"]
 
 
+def test_the_full_set_can_be_measured_alone():
+    assert [r.label for r in rungs.climb(CHAIN, OFFLOADED, only=Only.FULL)] == ["full set"]
+
+
 def test_an_unknown_name_is_answered_with_the_nearest():
     with pytest.raises(UserError, match="did you mean cpu_device"):
         rungs.climb(CHAIN, CPU, names=["cpu_devise"])
