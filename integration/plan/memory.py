@@ -141,7 +141,7 @@ def groups(job: JobSpec) -> int:
 def pinned(numbers: list[tuple[int, float]]) -> int:
     """Bytes that ``(count, bytes)`` tensors pin: each is rounded up to a power of two.
 
-    Source: torch's CachingHostAllocator; upstream_facts: pytorch issues 150517, 171662.
+    Source: torch's CachingHostAllocator; pytorch issues 150517, 171662.
     """
     return sum(count * _power_of_two(size) for count, size in numbers)
 

@@ -20,7 +20,7 @@ OUTSIDE = ("NCCL", "CUDA context")
 
 @pytest.mark.parametrize("file", LADDERS, ids=lambda file: file.stem)
 def test_memory_and_time_of_the_full_set(file: Path, monkeypatch):
-    """Within 10 per cent of the peak and 25 of the step, as issue 7 asks."""
+    """Within 10 per cent of the peak and 25 of the step, as README says."""
     ladder = json.loads(file.read_text())
     (full,) = (row for row in ladder["rungs"] if row["label"] == "full set")
     assert full["status"] == "ok"
