@@ -82,7 +82,7 @@ def legend(parities: Sequence[Parity]) -> str:
     words = (
         "Alone, with requirements, full set: tests that pass; pristine fails: tests that fail "
         "without the patch; every pair: patches that it applies with, in both orders; evidence "
-        "fresh: files measured on this very patch"
+        "fresh: files measured on this very patch, whatever its words were"
     )
     reasons = [f"{p.name}: no parity: {p.words}" for p in parities if p.equal is None]
     return ". ".join([words, *reasons]) + "."
