@@ -102,6 +102,8 @@ class Ladder:
     torch: str
     torchtitan: str
     patches: dict[str, str]
+    # Of patches whose words changed since ([Note: Only words] in patchset/reword.py).
+    measured_patches: dict[str, str] = field(default_factory=dict, kw_only=True)
     command: str
     date: str
     tokens_a_step: int = 0
@@ -179,6 +181,8 @@ class Ladder:
             ],
             "rungs": [asdict(row) for row in self.rungs if row.status != "open"],
         }
+        if not self.measured_patches:
+            del record["measured_patches"]
         return (json.dumps(record, indent=1) + "\n").encode()
 
     def save(self, path: Path) -> None:
@@ -215,7 +219,7 @@ class Ladder:
             UserError: the file is of another job, version or machine, and runs of two do not mix.
         """
         before = Ladder.load(path)
-        free = {"command", "date", "rounds", "rungs", "tokens_a_step"}
+        free = {"command", "date", "measured_patches", "rounds", "rungs", "tokens_a_step"}
         for each in fields(self):
             then, now = getattr(before, each.name), getattr(self, each.name)
             if each.name not in free and then != now:
@@ -226,6 +230,7 @@ class Ladder:
                 )
         self.rungs = [row for row in before.rungs if not (retry and row.status == "failed")]
         self.tokens_a_step = before.tokens_a_step
+        self.measured_patches = before.measured_patches
 
 
 def _short(value: Any, other: Any) -> str:

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from integration import paths
 from integration.errors import UserError
-from integration.patchset import exchange, git, repository
+from integration.patchset import exchange, git, repository, reword
 from integration.patchset import pins as pins_module
 from integration.patchset.atomic import replace_all
 from integration.patchset.patch import Contribution, parse, pristine_paths
@@ -109,10 +109,12 @@ def export_set(folder: Path) -> list[str]:
     """Write the commits of ``folder/<upstream>`` back to ``patches/``: all files or none.
 
     Series order is commit order; a patch whose commit is gone is removed; ``pins.toml`` gets the
-    hashes of the files that are touched now.
+    hashes of the files that are touched now. Evidence of a patch of which only the words have
+    changed is carried over with it ([Note: Only words] in reword.py).
 
     Returns:
-        One line for each patch that is new, changed, removed or unchanged.
+        One line for each patch that is new, changed, removed or unchanged; then, one for each that
+        has changed, what that means for its evidence.
     """
     root = paths.REPO
     pins = pins_module.load()
@@ -146,10 +148,12 @@ def export_set(folder: Path) -> list[str]:
         series = root / "patches" / upstream / "series"
         new[f"{upstream}/series"] = series_text(series, [item.name for item in items])
     new["pins.toml"] = pins_module.with_files(hashes).encode()
-    replace_all(root / "patches", new)
+    files = {f"patches/{path}": data for path, data in new.items()}
+    evidence, told = reword.carry(root, stored, [c for mine in exported.values() for c in mine])
+    replace_all(root, {**files, **evidence})
     for upstream in held:
         _record(folder / upstream, exported[upstream])
-    return said
+    return said + told
 
 
 def _file(root: Path, upstream: str, name: str) -> Path:

@@ -53,9 +53,11 @@ def list_patches() -> None:
 
 def _evidence(contribution: "Contribution") -> str:
     """Count the evidence files, and those measured on another version of the patch."""
-    files = sorted((contribution.folder / "evidence").glob("*.json"))
-    stale = sum(contribution.sha256 not in file.read_text(encoding="utf-8") for file in files)
-    return "-" if not files else f"{len(files)}" + (f", {stale} stale" if stale else "")
+    from integration.patchset import lint
+
+    count = len(list((contribution.folder / "evidence").glob("*.json")))
+    stale = len(list(lint.evidence(contribution)))
+    return "-" if not count else f"{count}" + (f", {stale} stale" if stale else "")
 
 
 @patches.command()

@@ -48,7 +48,7 @@ def lint(
         findings += _trailers(contribution)
         findings += _requires(contribution, contributions, order, names)
         findings += _tests(contribution)
-        findings += _evidence(contribution)
+        findings += evidence(contribution)
         findings += _paths(contribution, pins[contribution.upstream])
     return findings
 
@@ -193,7 +193,7 @@ def _tests(contribution: Contribution) -> Iterator[Finding]:
                 )
 
 
-def _evidence(contribution: Contribution) -> Iterator[Finding]:
+def evidence(contribution: Contribution) -> Iterator[Finding]:
     """Evidence counts only for the patch that it was measured on."""
     for file in sorted((contribution.folder / "evidence").glob("*.json")):
         try:

@@ -55,6 +55,11 @@ class Contribution:
         return sha256(self.data)
 
     @property
+    def diff(self) -> bytes:
+        """All that is not header and message, byte for byte."""
+        return self.data[self.data.index(b"\ndiff --git ") + 1 :]
+
+    @property
     def folder(self) -> Path:
         """Where the contribution's tests, benchmark and evidence are."""
         return self.path.parents[2] / f"{self.upstream}_contrib" / self.name

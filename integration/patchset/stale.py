@@ -9,8 +9,10 @@ its own begins.
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from integration.patchset import readme
 from integration.patchset.finding import Finding
@@ -48,13 +50,19 @@ def _proven(file: Path) -> dict[str, str]:
     return dict(re.findall(r"^\| (\w+) \|.*\| `([0-9a-f]+)` \|$", body, re.MULTILINE))
 
 
-def _patches(file: Path) -> dict[str, str] | None:
-    """Return name -> sha256 as the file has them, or None where it has none."""
+def record(file: Path) -> dict[str, Any]:
+    """Return the JSON object in the file, compressed or not; an empty one where there is none."""
     try:
         data = file.read_bytes()
-        found = json.loads(gzip.decompress(data) if file.suffix == ".gz" else data)["patches"]
-    except (OSError, EOFError, ValueError, KeyError, TypeError):
-        return None
+        found = json.loads(gzip.decompress(data) if file.suffix == ".gz" else data)
+    except (OSError, EOFError, ValueError, zlib.error):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _patches(file: Path) -> dict[str, str] | None:
+    """Return name -> sha256 as the file has them, or None where it has none."""
+    found = record(file).get("patches")
     return found if isinstance(found, dict) else None
 
 

@@ -83,7 +83,7 @@ def legend(parities: Sequence[Parity]) -> str:
         "Alone, with requirements, full set: tests that pass; pristine fails: tests that fail "
         "without the patch, up to the first; every pair: patches that it applies with, in both "
         "orders; bitwise parity: ten steps of mini_adamw, which runs neither Muon nor CPU offload; "
-        "evidence fresh: files measured on this very patch"
+        "evidence fresh: files measured on this very patch, whatever its words were"
     )
     reasons = [f"{p.name}: no parity: {p.words}" for p in parities if p.equal is None]
     return ". ".join([words, *reasons]) + "."

@@ -194,6 +194,18 @@ def test_two_jobs_are_not_mixed_in_one_ladder(change, tmp_path):
     assert "a': '0" not in str(error.value)  # only the patch that differs
 
 
+def test_a_ladder_of_reworded_patches_goes_on_and_says_so(tmp_path):
+    path = tmp_path / "ladder.json"
+    LADDER.save(path)
+    record = json.loads(path.read_text())
+    assert "measured_patches" not in record
+    path.write_text(json.dumps(record | {"measured_patches": {"a": "9" * 64}}))
+    again = replace(LADDER, rungs=[])
+    again.go_on_from(path, retry=False)
+    again.save(path)
+    assert json.loads(path.read_text())["measured_patches"] == {"a": "9" * 64}
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"kind": "plan"}', '{"kind": "ladder"}'])
 def test_another_file_is_refused(text, tmp_path):
     path = tmp_path / "x.json"

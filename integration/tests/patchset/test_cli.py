@@ -57,8 +57,11 @@ def test_every_verb_works_on_an_empty_repository(house: House, run, tmp_path: Pa
 def test_list(one: House, run) -> None:
     evidence = one.root / "pytorch_contrib/one/evidence"
     evidence.mkdir()
-    (evidence / "a.json").write_text(f'{{"patch": "{one.get("one").sha256}"}}')
-    (evidence / "b.json").write_text('{"patch": "another"}')
+    sha = one.get("one").sha256
+    (evidence / "a.json").write_text(f'{{"patch_sha256": "{sha}"}}')
+    (evidence / "b.json").write_text(
+        f'{{"patch_sha256": "another", "measured_patch_sha256": "{sha}"}}'
+    )
     rows = [row.split() for row in run("patches", "list").out.splitlines()]
     assert [" ".join(row) for row in rows] == [
         "name upstream status files lines requires tests evidence",

@@ -157,6 +157,7 @@ def test_the_text(full: House, clone: Path) -> None:
     evidence.mkdir()
     record = {
         "patch_sha256": full.get("two").sha256,
+        "measured_patch_sha256": "of the same patch in other words",
         "command": "python bench.py",
         "machine": {"gpu": "none", "cores": 2},
         "torch": "1.0",
