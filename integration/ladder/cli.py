@@ -1,6 +1,7 @@
 """``integration ladder``: what each contribution is worth inside the set."""
 
 import re
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,12 @@ def _label(value: str) -> str:
             f"{value} should be of a-z, 0-9 and hyphens, as part of a file's name"
         )
     return value
+
+
+def _repeatable(arguments: list[str]) -> str:
+    """Return the command that makes the whole ladder: without what goes on or stops half-way."""
+    line = shlex.join(["integration", *arguments])
+    return re.sub(r" --(resume|stop-after)[ =]\S+| --retry\b", "", line)
 
 
 def ladder(
@@ -109,7 +116,7 @@ def ladder(
         resume=resume,
         retry=retry,
         options=tuple(TITAN_OPTIONS),
-        command=" ".join(["integration", *sys.argv[1:]]),
+        command=_repeatable(sys.argv[1:]),
     )
     if not run.run(asked):
         raise typer.Exit(1)

@@ -8,13 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from integration.ladder import run
+from integration.ladder import cli, run
 from integration.paths import REPO
 
 
 def _run(*arguments: str, **env: str) -> subprocess.CompletedProcess:
     line = [sys.executable, "-m", "integration", "ladder", *arguments]
     return subprocess.run(line, cwd=REPO, capture_output=True, text=True, env={**os.environ, **env})
+
+
+@pytest.mark.parametrize(
+    "half",
+    ["--resume x/ladder.json --retry", "--stop-after 1.1", "--resume=x", "--stop-after=2 --retry"],
+)
+def test_the_kept_command_makes_the_whole_ladder(half):
+    arguments = f"ladder slice --steps 4 {half} --traces -- --debug.no-deterministic".split()
+    whole = "integration ladder slice --steps 4 --traces -- --debug.no-deterministic"
+    assert cli._repeatable(arguments) == whole
 
 
 @pytest.mark.parametrize(
@@ -29,6 +39,7 @@ def _run(*arguments: str, **env: str) -> subprocess.CompletedProcess:
         (("mini", "--", "--checkpoint.no-enable"), "saves no weights"),
         (("leonardo_mini",), "has 2 of them"),
         (("mini", "--only", "remove"), "--only"),
+        (("mini", "--label", "a/b"), "hyphens"),
     ],
 )
 def test_a_mistake_is_answered_in_words_and_with_an_exit_code(arguments, hint):
