@@ -14,15 +14,16 @@ FOLDER = Path(__file__).parent / "clusters"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     """One GPU. ``matmul_tflops`` is what a bf16 product reaches, ``peak_tflops`` the data sheet's;
-    ``attention_tflops`` what attention reaches, forward and backward together: backward counts as
-    twice the FLOP of forward, and the masked half not at all."""
+    ``attention_forward_tflops`` and ``attention_backward_tflops`` what attention reaches, of the
+    FLOP that each has: the masked half does not count, and backward has 2.5 times forward's."""
 
     name: str
     hbm_gib: float
     hbm_gb_s: float
     peak_tflops: float
     matmul_tflops: float
-    attention_tflops: float
+    attention_forward_tflops: float
+    attention_backward_tflops: float
     context_gib: float
     fp8_tflops: float | None = None
 

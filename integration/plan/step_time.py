@@ -85,11 +85,16 @@ class StepTime:
 def step(job: JobSpec, cluster: Cluster, levers: Levers, flows: list[Flow], rank: int) -> StepTime:
     """Return the time of a step, as ``rank`` sees it."""
     place = Place.of(job, rank)
-    layers = sum(layers_seconds(job, cluster, place.stage))
+    products, attention = layers_seconds(job, cluster, place.stage)
+    layers = products + attention
     head = _head_seconds(job, cluster, place.stage)
     again = layers if job.checkpointing == "full" else _selective_seconds(job, cluster, place)
-    forward = layers + head + moves_seconds(job, cluster, place.stage, backward=False)
-    backward = 2 * (layers + head) + again + moves_seconds(job, cluster, place.stage, backward=True)
+    moves, moves_back = (
+        moves_seconds(job, cluster, place.stage, backward=backward) for backward in (False, True)
+    )
+    forward = layers + head + moves
+    attention_back = attention_backward_seconds(attention, cluster)
+    backward = 2 * (products + head) + attention_back + again + moves_back
     phases = (
         _phase(job, cluster, levers, flows, place, "forward", forward),
         _phase(job, cluster, levers, flows, place, "backward", backward),
@@ -191,8 +196,15 @@ def layers_seconds(job: JobSpec, cluster: Cluster, stage: int) -> tuple[float, f
     tokens = layers_of_stage(job, stage) * _tokens(job)
     return (
         tokens * (experts + other) / _rate(job, cluster),
-        tokens * attention / (cluster.gpu.attention_tflops * TERA),
+        tokens * attention / (cluster.gpu.attention_forward_tflops * TERA),
     )
+
+
+def attention_backward_seconds(forward: float, cluster: Cluster) -> float:
+    """Seconds of attention's backward, which forms ``q k`` again: five products to forward's two
+    (arXiv 2307.08691, section 3.1)."""
+    gpu = cluster.gpu
+    return 2.5 * forward * gpu.attention_forward_tflops / gpu.attention_backward_tflops
 
 
 def moves_seconds(job: JobSpec, cluster: Cluster, stage: int, *, backward: bool) -> float:

@@ -22,7 +22,7 @@ def test_the_files_of_the_repository_load(name):
         ("gb_s = 25.0", "gb_s = inf", "link.network.gb_s must be positive and finite, got inf"),
         ("gb_s = 25.0", 'gb_s = "25"', "link.network.gb_s must be a number, got '25'"),
         ("gb_s = 25.0", "gb_s = true", "link.network.gb_s must be a number, got True"),
-        ("gb_s = 25.0\n", "\n", "link.network.gb_s is missing"),
+        ("gb_s = 25.0 ", " ", "link.network.gb_s is missing"),
         ("gb_s = 25.0", "gb_sec = 25.0", "link.network.gb_s is missing"),
         ("gpus_a_node = 4", "gpus_a_node = 4.5", "gpus_a_node must be a whole number, got 4.5"),
         ("hbm_gib = 95.0", "hbm_gib = 95.0\nhbm_gig = 1", "gpu.hbm_gig is unknown; did you mean"),

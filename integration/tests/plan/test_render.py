@@ -79,9 +79,9 @@ embedding_skip_backward_gather │         │          │      +0.78 │
 activation_offload             │  +53.25 │   -54.75 │            │          -0.01
 moe_combine_memory             │  +24.00 │          │            │
 cpu_grad_norm                  │         │          │            │          +0.97
-flex_shard_muon                │   -4.35 │    +9.20 │      -0.21 │          +0.05
-muon_gpu_newton_schulz         │   -4.35 │          │            │         +46.06
-flex_shard_newton_schulz       │         │          │            │          +0.02
+flex_shard_muon                │   -4.35 │    +9.20 │      -0.21 │          +0.02
+muon_gpu_newton_schulz         │   -4.35 │          │            │         +46.07
+flex_shard_newton_schulz       │         │          │            │          +0.03
 """,
         )
 
@@ -91,12 +91,12 @@ flex_shard_newton_schulz       │         │          │            │      
             """\
 phase         ┃ seconds ┃ bound by ┃ busy beside it
 ━━━━━━━━━━━━━━╇━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
-forward       │    1.20 │ GPU      │ InfiniBand HDR100 0.97, NVLink 3 0.04
-backward      │    3.33 │ GPU      │ InfiniBand HDR100 2.07, NVLink 3 0.10
+forward       │    1.21 │ GPU      │ InfiniBand HDR100 0.97, NVLink 3 0.04
+backward      │    3.39 │ GPU      │ InfiniBand HDR100 2.07, NVLink 3 0.10
 gradient norm │    0.00 │ GPU      │
 optimizer     │    0.01 │ GPU      │
-bubble        │    0.57 │ pipeline │
+bubble        │    0.58 │ pipeline │
 ──────────────┼─────────┼──────────┼──────────────────────────────────────
-step          │    5.12 │ GPU      │ 1,600 tokens/s a GPU, MFU 42.1%
+step          │    5.20 │ GPU      │ 1,577 tokens/s a GPU, MFU 41.5%
 """,
         )

@@ -92,8 +92,8 @@ def test_each_contribution_is_seen_in_what_it_changes():
     assert found["shared_rope_cache"].hbm == 73 * 65_536 * 256 * 4
     assert found["embedding_skip_backward_gather"].network == pytest.approx(0.78e9, rel=0.01)
     assert found["muon_gpu_newton_schulz"].seconds > 40
-    # Host memory binds the update there: fewer products gain next to nothing.
-    assert 0 <= found["flex_shard_newton_schulz"].seconds < 0.02
+    # The link binds the update there: fewer products gain next to nothing.
+    assert 0 <= found["flex_shard_newton_schulz"].seconds < 0.03
     assert found["cpu_grad_norm"].seconds == pytest.approx(4 * 2.48e9 / 10e9, rel=0.05)
     # The offload moves bytes: what leaves the GPU arrives on the host.
     offload = found["activation_offload"]
