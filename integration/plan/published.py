@@ -105,8 +105,8 @@ def figures(plan: Plan) -> list[Figure]:
             unit="s",
             tolerance=0.12,
             why=f"{muon.flops(job, on_cpu, 0) / 1e12:.1f} TFLOP of Newton-Schulz at "
-            f"{cluster.host.newton_schulz_tflops} TFLOP/s, the rate of 16 x86 cores: that of 72 Arm "
-            "cores is not known",
+            f"{cluster.host.newton_schulz_tflops} TFLOP/s, the rate of 16 x86 cores: that of 72 "
+            "Arm cores is not known",
         ),
         Figure(
             name="optimizer on the GPU",
@@ -115,7 +115,8 @@ def figures(plan: Plan) -> list[Figure]:
             unit="s",
             tolerance=0.12,
             why="a roofline, in which copies, products and host memory overlap perfectly: an H200 "
-            "with PCIe came within a fifth of its own; the published one may count what this does not",
+            "with PCIe came within a fifth of its own; the published one may count what this does "
+            "not",
         ),
         Figure(
             name="tokens/s a GPU",

@@ -16,6 +16,8 @@ from integration.patchset import overlay
 from integration.patchset.patch import Contribution
 from integration.proof import evidence
 
+# AdamW, as the set without ``flex_shard_muon`` has nothing else.
+CONFIG = "mini_adamw"
 STEPS = 10
 CPU_BASE = "cpu_device"
 # Long enough for every path of the model, short enough for two cores.
@@ -76,6 +78,7 @@ def record(contribution: Contribution, parity: Parity) -> Path | None:
         return None
     device = "cuda" if machine.gpu_count() else "cpu"
     results = {
+        "config": CONFIG,
         "compared_with": "pristine" if device == "cuda" else f"pins and {CPU_BASE}",
         "options": " ".join(OPTIONS),
         "equal": parity.equal,
@@ -87,15 +90,14 @@ def record(contribution: Contribution, parity: Parity) -> Path | None:
 
 
 def curve(names: Sequence[str], folder: Path, *, ranks: int) -> Curve:
-    """Train ``mini_adamw`` for ten seeded steps under the overlay of ``names``; return its curve.
+    """Train ``CONFIG`` for ten seeded steps under the overlay of ``names``; return its curve.
 
     Raises:
         UserError: the training failed.
     """
     patched = overlay.build(names)
     tokenizer, dataset = data.default_folders()
-    # AdamW, as the set without ``flex_shard_muon`` has nothing else.
-    job = Job("mini_adamw", str(dataset), str(tokenizer), OPTIONS, patched.names)
+    job = Job(CONFIG, str(dataset), str(tokenizer), OPTIONS, patched.names)
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder, prefix="run-") as run_folder:
         run = Run(Path(run_folder))

@@ -13,8 +13,8 @@ from integration.upstream.rules import NOTED, RULES
 # What a record says of itself; the rest is what was measured.
 _ABOUT = {
     "alloc_conf", "arguments", "command", "config", "contribution", "cuda", "date", "machine",
-    "measured_patch_sha256", "nccl", "note", "options", "patch_sha256", "statistic", "torch",
-    "torchtitan", "versions", "what", "with_patches",
+    "measured_patch_sha256", "nccl", "note", "options", "patch_sha256", "patches", "statistic",
+    "torch", "torchtitan", "versions", "what", "with_patches",
 }  # fmt: skip
 _TO_DO = "**TODO (the person who submits):**"
 

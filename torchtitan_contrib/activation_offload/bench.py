@@ -183,7 +183,7 @@ class MeasuredOffload(FullACOffload):
         return self.engine
 
 
-def load_trl(file: str | None) -> type | None:
+def load_trl(file: Path | None) -> type | None:
     """Return TRL's class, from its file if given; None if it is not to be had."""
     if file is None:
         try:
@@ -215,7 +215,7 @@ def load_trl(file: str | None) -> type | None:
 
 
 def build_variants(
-    blocks: list[nn.Module], scale: nn.Parameter, trl: str | None, on_gpu: bool
+    blocks: list[nn.Module], scale: nn.Parameter, trl: Path | None, on_gpu: bool
 ) -> dict[str, Variant]:
     build = partial(Variant, blocks, scale)
     variants = {"full_ac": build(FullAC.Config().build())}
@@ -413,7 +413,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 65536])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--trl", help="TRL's trl/models/activation_offloading.py")
+    parser.add_argument("--trl", type=Path, help="TRL's trl/models/activation_offloading.py")
     parser.add_argument("--longest", action="store_true")
     parser.add_argument("--depth", type=int, default=16, help="with --longest")
     parser.add_argument("--smoke", action="store_true")
@@ -444,7 +444,9 @@ def main() -> None:
     scale = nn.Parameter(torch.ones(shape["hidden"], device=device, dtype=dtype))
 
     report: dict[str, Any] = {
-        "arguments": vars(args),
+        "arguments": {
+            k: v.name if isinstance(v, Path) else v for k, v in vars(args).items()
+        },
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "shape": shape,
         "parameters": sum(p.numel() for b in blocks for p in b.parameters()),

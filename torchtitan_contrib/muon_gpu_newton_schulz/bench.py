@@ -285,7 +285,9 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "arguments": {k: str(v) for k, v in vars(args).items()},
+                "arguments": {
+                    k: v.name if isinstance(v, Path) else v for k, v in vars(args).items()
+                },
                 "device": torch.cuda.get_device_name() if args.device != "cpu" else "cpu",
                 "threads": torch.get_num_threads(),
                 "parameters": state.numel,
