@@ -120,6 +120,8 @@ def _lead(record: Record) -> str:
         f"round{'s' * (record['rounds'] > 1)}, after {record['warmup']} of warm-up; torch "
         f"{record['torch']}, TorchTitan {record['torchtitan']}, {record['date']}. "
     )
+    if len(record["rungs"]) == 1:
+        return text
     if "alone" not in record:
         return f"{text}Losses are equal where the patches' headers say so: see the numbers."
     varied = dict.fromkeys(option for rung in record["rungs"] for option in rung["options"])
