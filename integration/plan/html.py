@@ -49,7 +49,7 @@ def sections(plan: Plan, changes: list[Change]) -> list[Section]:
     ]
 
 
-def memory(plan: Plan) -> list[Block]:
+def memory(plan: Plan) -> list[Chart]:
     """Return the worst rank's memory by item, on the GPU and on the host, against what is there."""
     where = (
         ("GPU", plan.worst.hbm, plan.cluster.gpu.hbm_gib),

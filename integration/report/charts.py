@@ -14,8 +14,8 @@ from typing import Any
 
 # After Okabe and Ito, which colour-blind readers can tell apart; each readable on white and black.
 COLOURS = ("#2f7fc1", "#e08e0b", "#1a9e77", "#c46aa0", "#d5531f", "#7a74c9", "#6f8f3a", "#8a8a8a")
-ROW = 44  # pixels a row of bars: its label, and the bar
-BAR = 0.36  # of them
+ROW = 38  # pixels a row of bars: its label, and the bar
+BAR = 0.42  # of them
 MARGIN = 12
 
 

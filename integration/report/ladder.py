@@ -1,18 +1,34 @@
 """What each contribution is worth inside the set: the ladder's JSON as charts."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from integration import paths
+from integration.ladder.numbers import NOT_COMPARED
 from integration.patchset.effect import seconds, size
 from integration.report.charts import Bar, Chart, bars, lines
-from integration.report.page import Beside, Block, Missing, Section, Table
+from integration.report.merge import Record, members
+from integration.report.page import (
+    Beside,
+    Block,
+    Closed,
+    Commands,
+    Heading,
+    Missing,
+    Section,
+    Table,
+)
 
-Record = Mapping[str, Any]
 COMMAND = "integration ladder slice --record"
+FULL_SET = "full set"
+# More are not read one after the other, and so are closed: rungs of a chart, rows of the table.
+MANY, MANY_ROWS = 20, 12
 PHASES = {"forward_s": "forward", "backward_s": "backward", "optimizer_s": "optimizer"}
+REST = "rest"
+BLANK = ("", NOT_COMPARED)  # a column of these alone is left out
+SEEN = 0.005  # of a step: less is rounding
 # Part of forward and backward: what no computation hides.
 EXPOSED = {"exposed_communication_s": "exposed comm.", "exposed_copies_s": "exposed copies"}
 
@@ -34,55 +50,99 @@ def load(file: Path) -> Record | None:
 
 
 def title(record: Record) -> str:
-    machine = record["machine"]
+    machine, ranks = record["machine"], record["ranks"]
     gpus = f"{machine['gpus']} x {machine['gpu'].partition(',')[0]}" if machine["gpus"] else "CPU"
     label = f" ({record['label']})" if record.get("label") else ""
-    return f"{record['config']}{label} on {record['ranks']} ranks, {gpus}"
+    name = (
+        f"{record['config']}{label} on {ranks} rank{'s' * (ranks > 1)}, {gpus}, "
+        f"{record['tokens_a_step']:,} tokens a step"
+    )
+    return f"{name}: {_alone(record['alone'])}" if "alone" in record else name
+
+
+def commands(record: Record) -> list[tuple[str, str]]:
+    """Return name and command of each ladder in ``record``."""
+    found = members(record)
+    named = len(found) > 1
+    return [(str(m.get("label") or title(m)) if named else title(m), m["command"]) for m in found]
 
 
 def section(records: Sequence[Record]) -> Section:
-    """Return the ladders, each with the published one beside it."""
+    """Return the ladders; beside the first, the published one.
+
+    Args:
+        records: as ``merge.merged`` returns them.
+    """
     if not records:
         what = (
             "No ladder: tokens/s with contributions added one by one, and without each, "
             "measured in one session."
         )
         return Section(title="Ladder", blocks=[Missing(what=what, command=COMMAND)])
-    blocks: list[Block] = []
-    for record in records:
-        blocks += _blocks(record)
-    return Section(
-        title="Ladder",
-        blocks=blocks,
-        command="; ".join(dict.fromkeys(r["command"] for r in records)),
-    )
+    published = next((r["published"] for r in records if r.get("published")), None)
+    blocks = _blocks(records[0], published)
+    for record in records[1:]:
+        blocks += _blocks(record, None)
+    return Section(title="Ladder", blocks=blocks)
 
 
-def _blocks(record: Record) -> list[Block]:
-    climb = [r for r in record["rungs"] if r["kind"] != "without"]
-    without = [r for r in record["rungs"] if r["kind"] == "without"]
-    blocks: list[Block] = [
-        f"{title(record)}: medians of {record['steps']} steps in each of {record['rounds']} "
-        f"round{'s' * (record['rounds'] > 1)}, after {record['warmup']} of warm-up; torch "
-        f"{record['torch']}, TorchTitan {record['torchtitan']}, {record['date']}. Losses are equal "
-        "where the patches' headers say so: see the numbers."
-    ]
+def _blocks(record: Record, published: Sequence[Record] | None) -> list[Block]:
+    rungs = record["rungs"]
+    climb = [r for r in rungs if r["kind"] != "without"]
+    without = [r for r in rungs if r["kind"] == "without"]
     charts = []
+    details: list[Block] = []
     if _any_ran(climb):
-        charts.append(_rates(record, climb, "Tokens/s a GPU, adding one by one"))
-    if record.get("published"):
-        charts.append(_published(record["published"]))
-    blocks.append(Beside(tuple(charts)))
+        charts.append(_rates(record, climb, f"Tokens/s a GPU, {_way(record, climb)}"))
+    if published:
+        charts.append(_published(published))
+    if timed := [r for r in rungs if r["status"] == "ok"]:
+        phases = _phases(timed)
+        if len(timed) > MANY:
+            details.append(Closed(f"{phases.title}: {len(timed)} rungs", [phases]))
+        else:
+            charts.append(phases)
     if _any_ran(without):
         # Not where only some contributions were asked for.
         whole = [rung for rung in climb if len(rung["set"]) == len(record["patches"])]
-        full = [{**rung, "label": "full set"} for rung in whole[-1:]]
-        blocks.append(_rates(record, [*full, *without], "Tokens/s a GPU, the full set less one"))
-    timed = [r for r in record["rungs"] if r["status"] == "ok"]
-    if timed:
-        blocks.append(_phases(timed))
-    blocks.append(_table(record["rungs"]))
-    return blocks
+        full = [{**rung, "label": FULL_SET} for rung in whole[-1:]]
+        charts.append(_rates(record, [*full, *without], "Tokens/s a GPU, the full set less one"))
+    table = _table(rungs)
+    closed = len(rungs) > MANY_ROWS
+    details.append(Closed(f"Each rung: {len(rungs)} rows", [table]) if closed else table)
+    head = [Heading(title(record)), _lead(record), Commands(commands(record))]
+    return [*head, *([Beside(tuple(charts))] if charts else []), *details]
+
+
+def _lead(record: Record) -> str:
+    text = (
+        f"Medians of {record['steps']} steps in each of {record['rounds']} "
+        f"round{'s' * (record['rounds'] > 1)}, after {record['warmup']} of warm-up; torch "
+        f"{record['torch']}, TorchTitan {record['torchtitan']}, {record['date']}. "
+    )
+    if len(record["rungs"]) == 1:
+        return text
+    if "alone" not in record:
+        return f"{text}Losses are equal where the patches' headers say so: see the numbers."
+    varied = dict.fromkeys(option for rung in record["rungs"] for option in rung["options"])
+    options = ", ".join(f"`{option}`" for option in varied) or "nothing but the label"
+    return (
+        f"{text}The same job with other options; varied: {options}. No rung's numbers are compared "
+        "with another's."
+    )
+
+
+def _alone(label: str) -> str:
+    return f"{'the ' * (label == FULL_SET)}{label} alone"
+
+
+def _way(record: Record, climb: Sequence[Record]) -> str:
+    """Return how the rungs that leave nothing out follow each other."""
+    if "alone" in record or len(climb) == 1:
+        return _alone(record.get("alone", climb[0]["label"]))
+    if climb[1]["kind"] == "variant":
+        return f"{climb[0]['label']} and variants"
+    return "adding one by one"
 
 
 def _any_ran(rungs: Sequence[Record]) -> bool:
@@ -132,18 +192,24 @@ def _phases(rungs: Sequence[Record]) -> Chart:
     for rung in rungs:
         median = rung["median"]
         parts = {words: median[key] for key, words in PHASES.items() if median.get(key) is not None}
+        rest = median["step_s"] - sum(parts.values())
+        if parts and rest > SEEN * median["step_s"]:
+            parts[REST] = rest
         rows.append(Bar(label=rung["label"], parts=parts, text=seconds(median["step_s"])))
-    return bars("Where a step's time goes", rows, seconds)
+    rest = any(REST in row.parts for row in rows)
+    note = "The rest of a step: what no phase holds, such as clipping gradients." if rest else ""
+    return bars("Where a step's time goes", rows, seconds, note=note)
 
 
 def _table(rungs: Sequence[Record]) -> Table:
     peaks = ("peak allocated", "peak reserved", "retries", "peak host")
-    heads = ("rung", "tokens/s", "step", *EXPOSED.values(), *peaks, "numbers")
+    heads = ("rung", "tokens/s", "step", "MFU", *EXPOSED.values(), *peaks, "numbers", "options")
     rows: list[tuple[str, ...]] = []
     for rung in rungs:
+        options = " ".join(rung.get("options", ()))
         if rung["status"] != "ok":
-            blank = [""] * (len(heads) - 2)
-            rows.append((rung["label"], *blank, f"did not run: {rung['reason']}"))
+            blank = [""] * (len(heads) - 3)
+            rows.append((rung["label"], *blank, f"did not run: {rung['reason']}", options))
             continue
         median = rung["median"]
         rows.append(
@@ -151,15 +217,17 @@ def _table(rungs: Sequence[Record]) -> Table:
                 rung["label"],
                 f"{median['tokens_s_gpu']:,.0f}",
                 seconds(median["step_s"]),
+                f"{median['mfu']:.1%}" if median.get("mfu") else "",
                 *("" if median.get(key) is None else seconds(median[key]) for key in EXPOSED),
                 _most(rung, "peak_allocated", size),
                 _most(rung, "peak_reserved", size),
                 _most(rung, "alloc_retries", str),
                 _most(rung, "peak_host", size),
                 str(rung["numbers"]),
+                options,
             )
         )
-    used = [n for n in range(len(heads)) if n == 0 or any(row[n] for row in rows)]
+    used = [n for n in range(len(heads)) if n == 0 or any(row[n] not in BLANK for row in rows)]
     return Table(
         heads=[heads[n] for n in used],
         rows=[[row[n] for n in used] for row in rows],

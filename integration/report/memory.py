@@ -9,7 +9,8 @@ from integration.patchset.effect import size
 from integration.patchset.patch import Contribution
 from integration.report import ladder
 from integration.report.charts import Bar, Chart, bars
-from integration.report.page import Block, Missing, Section
+from integration.report.merge import members
+from integration.report.page import Beside, Block, Commands, Missing, Section
 
 LIVE, CACHED = "live", "cached"
 NOTE = (
@@ -21,19 +22,20 @@ NOTE = (
 def pools(records: Sequence[ladder.Record], contributions: Sequence[Contribution]) -> Section:
     """Return a chart for each ladder and each benchmark that took pools apart."""
     charts: list[Chart] = []
-    commands = []
+    made: list[tuple[str, str]] = []
     for record in records:
         rows = []
         held = [r for r in record["rungs"] if r["runs"] and r["runs"][-1].get("pools")]
         climbed = [r for r in held if r["kind"] != "without"]
-        # First and last; those between are in the ladder's own file.
-        for rung in [*climbed[:1], *climbed[1:][-1:]]:
+        # Of those added one by one, first and last; those between are in the ladder's own file.
+        merged = len(members(record)) > 1
+        for rung in climbed if merged else [*climbed[:1], *climbed[1:][-1:]]:
             rows.append(Bar(label=rung["label"]))
             streams = rung["runs"][-1]["pools"].items()
             rows += [_bar(stream, h[LIVE], h[CACHED]) for stream, h in streams]
         if rows:
             charts.append(bars(f"Ladder: {ladder.title(record)}", rows, size, faint=(CACHED,)))
-            commands.append(record["command"])
+            made += ladder.commands(record)
     for contribution in contributions:
         for file in sorted((contribution.folder / "evidence").glob("*.json")):
             record = _read(file)
@@ -47,15 +49,15 @@ def pools(records: Sequence[ladder.Record], contributions: Sequence[Contribution
             if rows:
                 title = f"{contribution.name}, benchmark, at the peak"
                 charts.append(bars(title, rows, size, faint=(CACHED,)))
-                commands.append(f"integration bench {contribution.name} --record")
+                made.append((title, f"integration bench {contribution.name} --record"))
     if not charts:
         missing = Missing(
             what="No measurement on a GPU took the pools apart.",
             command="integration bench unshard_async_op --record",
         )
         return Section(title="Memory by stream pool", blocks=[missing])
-    blocks: list[Block] = [NOTE, *charts]
-    return Section(title="Memory by stream pool", blocks=blocks, command="; ".join(commands))
+    blocks: list[Block] = [NOTE, Commands(made), Beside(tuple(charts))]
+    return Section(title="Memory by stream pool", blocks=blocks)
 
 
 def budget() -> Section:
@@ -72,7 +74,7 @@ def budget() -> Section:
     )
     return Section(
         title="Memory budget of the 1T job",
-        blocks=[lead, *html.memory(plan)],
+        blocks=[lead, Beside(tuple(html.memory(plan)))],
         command=f"integration plan {plan.job.name}",
     )
 

@@ -29,6 +29,7 @@ function themed(layout, width) {
 const figures = new Map();
 function draw() {
   for (const div of document.querySelectorAll(".chart")) {
+    if (div.closest("details:not([open])")) continue; // closed: drawn when it is opened
     if (!figures.has(div)) figures.set(div, JSON.parse(document.getElementById(`${div.id}-figure`).textContent));
     const { data, layout } = figures.get(div);
     for (const trace of data) {
@@ -49,5 +50,6 @@ for (const button of document.querySelectorAll(".legend button")) {
     draw();
   });
 }
+for (const closed of document.querySelectorAll(".closed")) closed.addEventListener("toggle", draw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 draw();

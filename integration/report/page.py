@@ -14,6 +14,7 @@ from integration.errors import UserError
 from integration.report.charts import Chart
 
 HERE = Path(__file__).parent
+AROUND = 130  # pixels: a chart's title, legend, note and summary
 LONG = 24  # characters: more is no number
 _LONG = {False: "", True: ' class="long"'}
 
@@ -44,12 +45,34 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Charts side by side, where there is room."""
+    """Charts in two columns, where there is room."""
 
     charts: tuple[Chart, ...]
 
 
-Block = Chart | Table | Missing | Beside | Html | str
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """A heading below the section's."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """What is shown when its summary is opened."""
+
+    summary: str
+    blocks: "Sequence[Block]"
+
+
+@dataclass(frozen=True, slots=True)
+class Commands:
+    """What made the figures, ``(name, command)`` each; closed, since they are long."""
+
+    rows: Sequence[tuple[str, str]]
+
+
+Block = Chart | Table | Missing | Beside | Heading | Closed | Commands | Html | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,13 +165,32 @@ def _block(block: Block, numbered: _Numbered) -> str:
         case Table():
             return _table(block)
         case Beside():
-            charts = "\n".join(_chart(chart, numbered.next()) for chart in block.charts)
-            return f'<div class="pair">{charts}</div>'
+            columns = "\n".join(
+                "<div>" + "\n".join(_chart(c, numbered.next()) for c in column) + "</div>"
+                for column in _columns(block.charts)
+            )
+            return f'<div class="pair">{columns}</div>'
+        case Heading():
+            return f"<h3>{escape(block.text)}</h3>"
+        case Closed():
+            inner = "\n".join(_block(each, numbered) for each in block.blocks)
+            summary = f"<summary>{escape(block.summary)}</summary>"
+            return f'<details class="closed">{summary}\n{inner}\n</details>'
+        case Commands():
+            return _commands(block.rows)
         case Missing():
             return f'<p class="missing">{escape(block.what)} Made by {_command(block.command)}</p>'
         case Html():
             return block
     return f"<p>{_prose(block)}</p>"
+
+
+def _columns(charts: Sequence[Chart]) -> list[list[Chart]]:
+    """Return two columns, or one; each chart in turn is put into the one that is shorter."""
+    columns: list[list[Chart]] = [[], []]
+    for chart in charts:
+        min(columns, key=lambda c: sum(each.height + AROUND for each in c)).append(chart)
+    return [column for column in columns if column]
 
 
 def _prose(text: str) -> str:
@@ -208,6 +250,21 @@ def _table(table: Table) -> str:
 
 def _cell(text: str) -> str:
     return text if isinstance(text, Html) else escape(text)
+
+
+def _commands(rows: Sequence[tuple[str, str]]) -> str:
+    """Return each command once, with the names of all that it made."""
+    names: dict[str, list[str]] = {}
+    for name, command in rows:
+        names.setdefault(command, []).append(name)
+    if not names:
+        return ""
+    items = "".join(
+        f"<dt>{escape('; '.join(made))}</dt><dd>{_command(command)}</dd>"
+        for command, made in names.items()
+    )
+    what = "Command" if len(names) == 1 else f"{len(names)} commands"
+    return f"<details><summary>{what}</summary><dl>{items}</dl></details>"
 
 
 def _command(command: str) -> str:

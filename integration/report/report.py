@@ -5,7 +5,7 @@ from datetime import date
 from pathlib import Path
 
 from integration.patchset import repository
-from integration.report import contributions, ladder, memory, page, runs, timeline
+from integration.report import contributions, ladder, memory, merge, page, runs, timeline
 
 
 def write(given: Sequence[Path], target: Path) -> None:
@@ -19,12 +19,12 @@ def write(given: Sequence[Path], target: Path) -> None:
     """
     ladders = {path: record for path in given if path.is_file() and (record := ladder.load(path))}
     folders = [path for path in given if path not in ladders]
-    records = [*ladder.recorded(), *ladders.values()]
+    records = merge.merged([*ladder.recorded(), *ladders.values()])
     patches = repository.load()
     sections = [
         ladder.section(records),
         runs.section(records, folders),
-        timeline.section(timeline.files()),
+        timeline.section(timeline.files(), records),
         memory.pools(records, patches),
         memory.budget(),
         contributions.section(patches),

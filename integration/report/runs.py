@@ -8,9 +8,10 @@ from integration.errors import UserError
 from integration.job.run import Run
 from integration.report import ladder
 from integration.report.charts import Chart, lines
-from integration.report.page import Block, Missing, Section
+from integration.report.page import Beside, Block, Commands, Missing, Section
 
 COMMAND = "integration train mini, then integration report RUN"
+POINTS = 10  # fewer on one line are no curve
 
 
 def curves(folders: Sequence[Path]) -> Chart | None:
@@ -34,14 +35,32 @@ def curves(folders: Sequence[Path]) -> Chart | None:
 
 
 def section(records: Sequence[ladder.Record], folders: Sequence[Path]) -> Section:
-    """Return the losses of ladders and runs."""
-    charts = [curves(folders), *(ladder.losses(record) for record in records)]
-    blocks: list[Block] = [chart for chart in charts if chart]
-    if not blocks:
-        blocks = [Missing(what="No run was given, and no ladder is kept.", command=COMMAND)]
-        return Section(title="Loss", blocks=blocks)
-    commands = [*map(_command, folders), *(record["command"] for record in records)]
-    return Section(title="Loss", blocks=blocks, command="; ".join(dict.fromkeys(commands)))
+    """Return the losses of ladders and runs; a few losses that all rungs have are words."""
+    given = curves(folders)
+    found = [(record, chart) for record in records if (chart := ladder.losses(record))]
+    drawn = [chart for _, chart in found if not _brief(chart)]
+    if not given and not drawn:
+        drawn = [chart for _, chart in found]
+    if not given and not drawn:
+        missing = Missing(what="No run was given, and no ladder is kept.", command=COMMAND)
+        return Section(title="Loss", blocks=[missing])
+    made = [(_name(folder), _command(folder)) for folder in folders]
+    made += [named for record, _ in found for named in ladder.commands(record)]
+    blocks: list[Block] = [Commands(made)]
+    blocks += [given] if given else []
+    blocks += [Beside(tuple(drawn))] if drawn else []
+    blocks += [_words(chart) for _, chart in found if chart not in drawn]
+    return Section(title="Loss", blocks=blocks)
+
+
+def _brief(chart: Chart) -> bool:
+    """Tell whether a chart is one line of a few points."""
+    return len(chart.data) == 1 and len(chart.data[0]["x"]) < POINTS
+
+
+def _words(chart: Chart) -> str:
+    ((name, steps, first, last),) = chart.rows
+    return f"{chart.title}: {name}; in {steps} steps the loss goes from {first} to {last}."
 
 
 def _command(folder: Path) -> str:

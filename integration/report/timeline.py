@@ -9,13 +9,15 @@ from typing import Any
 from integration import paths
 from integration.report import trace as traces
 from integration.report.charts import COLOURS, Chart, Span, timeline
-from integration.report.page import Block, Missing, Section
+from integration.report.merge import Record, members
+from integration.report.page import Block, Commands, Missing, Section
 
 PATTERN = "evidence/trace-*.json.gz"
 COMMAND = (
     "integration train slice -- --profiler.enable_profiling, then "
     "python -m integration.report.trace TRACE integration/evidence/trace-NAME.json.gz"
 )
+HOW = "What each GPU stream runs in a step. Drag to zoom, double-click to return."
 ANNOTATION = "annotated on the host"
 KINDS = {
     "compute": COLOURS[0],
@@ -53,30 +55,49 @@ def files() -> list[Path]:
     return sorted(f for root in roots for f in paths.REPO.glob(f"{root}/{PATTERN}"))
 
 
-def section(found: Sequence[Path]) -> Section:
-    """Return one timeline a trace; those of one folder have one scale, to be compared."""
+def section(found: Sequence[Path], records: Sequence[Record] = ()) -> Section:
+    """Return one timeline a trace; those to be compared, of one ladder or folder, have one scale.
+
+    Args:
+        records: ladders, merged; their traces come first, in their order.
+    """
     if not found:
         what = "No trimmed profile is kept: what each GPU stream runs in a step, before and after."
         return Section(title="Step timeline", blocks=[Missing(what=what, command=COMMAND)])
     read = [(file, traces.read(file)) for file in found]
+    places = {file: _place(file, trace.get("command") or "", records) for file, trace in read}
+    read.sort(key=lambda pair: places[pair[0]])
     steps = {file: _step(trace["traceEvents"]) for file, trace in read}
-    blocks: list[Block] = []
+    charts: list[Block] = []
+    made = []
     for file, trace in read:
         start, _ = steps[file]
-        widest = max(end - begin for f, (begin, end) in steps.items() if f.parent == file.parent)
-        blocks.append(_chart(file, trace, start, widest))
-    commands = dict.fromkeys(trace.get("command") or "" for _, trace in read)
-    return Section(title="Step timeline", blocks=blocks, command="; ".join(filter(None, commands)))
+        beside = [steps[f] for f in steps if places[f][::2] == places[file][::2]]
+        chart = _chart(file, trace, start, max(end - begin for begin, end in beside))
+        charts.append(chart)
+        if trace.get("command"):
+            made.append((chart.title, trace["command"]))
+    return Section(title="Step timeline", blocks=[HOW, Commands(made), *charts])
+
+
+def _place(file: Path, command: str, records: Sequence[Record]) -> tuple[int, int, str]:
+    """Return which record a trace is of, which rung of it, and its folder."""
+    for number, record in enumerate(records):
+        rungs = [(m["command"], rung["label"]) for m in members(record) for rung in m["rungs"]]
+        for index, (made, label) in enumerate(rungs):
+            if command == f"{made}: {label}":
+                return number, index, str(file.parent)
+    return len(records), 0, str(file.parent)
 
 
 def _chart(file: Path, trace: dict[str, Any], start: float, widest: float) -> Chart:
     spans = list(_spans(trace["traceEvents"], start, widest))
     name = file.name.removeprefix("trace-").removesuffix(".json.gz").replace("-", " ")
     bound = len(trace["patches"])
-    note = f"{_shown(file)}, {f'with {bound} patches' if bound else 'pristine'}."
+    patches = f"with {bound} patch{'es' * (bound > 1)}" if bound else "pristine"
+    note = f"{_shown(file)}, {patches}."
     if trace.get("joined_below_us"):
         note += f" Kernels below {trace['joined_below_us']:g} us are joined."
-    note += " Drag to zoom, double-click to return."
     return timeline(name[:1].upper() + name[1:], spans, widest * MICROSECOND, KINDS, note=note)
 
 

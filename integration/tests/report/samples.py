@@ -31,6 +31,23 @@ def ladder(**changed: Any) -> dict[str, Any]:
     } | changed  # fmt: skip
 
 
+def alone(label: str, step: float, *options: str, **changed: Any) -> dict[str, Any]:
+    """Return a ladder of the full set alone, as `--only full --label LABEL -- OPTIONS` makes it."""
+    rung = _rung("full set", "add", None, step)
+    rung["median"]["mfu"] = 0.2 / step
+    command = f"integration ladder slice --only full --label {label} -- {' '.join(options)}"
+    return ladder(
+        rungs=[rung], label=label, options=list(options), command=command, **changed
+    )  # fmt: skip
+
+
+def long(rungs: int = 24) -> dict[str, Any]:
+    """Return a ladder of many rungs, on a CPU."""
+    added = [_rung(f"+ patch_{n}", "add", f"patch_{n}", 1.0 + n / 50) for n in range(rungs)]
+    machine = {"processor": "x86_64", "cores": 2, "gpus": 0}
+    return ladder(config="mini", rungs=added, machine=machine, command="integration ladder mini")
+
+
 def _rung(label: str, kind: str, name: str | None, step: float) -> dict[str, Any]:
     pools = {
         "default stream": {"live": 20 * GIB, "cached": 3 * GIB},

@@ -18,7 +18,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; ci/report installs one")
 
-CHARTS = 13  # ladder 4, loss 2, timeline 2, pools 3, budget 2
+CHARTS = 18  # ladders 8, loss 1, timeline 2, pools 5, budget 2
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,9 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(timeline, "files", lambda: files)
         patch.setattr(timeline, "_shown", lambda file: file.name)
         given = [
+            samples.write(folder / "long.json", samples.long()),
+            samples.write(folder / "a.json", samples.alone("eager", 0.9)),
+            samples.write(folder / "b.json", samples.alone("compiled", 0.6, "--compile.enable")),
             samples.write(folder / "ladder.json", samples.ladder()),
             run_folder(folder / "mini" / "1", [8.5, 8.25, 8.0, 7.9]),
         ]
@@ -54,7 +57,13 @@ def browser() -> Iterator[Browser]:
 
 
 def opened(
-    browser: Browser, html: Path, *, width: int = 1200, scheme: str = "light", touch: bool = False
+    browser: Browser,
+    html: Path,
+    *,
+    width: int = 1200,
+    scheme: str = "light",
+    touch: bool = False,
+    unfold: bool = True,
 ) -> tuple[Page, list[str]]:
     """Open the page offline; return it with what the console said and what it asked for."""
     context = browser.new_context(
@@ -69,8 +78,11 @@ def opened(
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("request", lambda r: complaints.extend([r.url] * (r.url != html.as_uri())))
     page.goto(html.as_uri())
+    if unfold:
+        page.evaluate("document.querySelectorAll('.closed').forEach(d => { d.open = true })")
     page.wait_for_function(
-        "[...document.querySelectorAll('.chart')].every(d => d.querySelector('.main-svg'))"
+        "[...document.querySelectorAll('.chart')].every(d => d.querySelector('.main-svg')"
+        f" || ({str(not unfold).lower()} && d.closest('details:not([open])')))"
     )
     return page, complaints
 
@@ -97,7 +109,8 @@ def test_every_chart_is_drawn_without_a_complaint(
 
 def test_what_is_kept_is_drawn_without_a_complaint(browser: Browser, tmp_path: Path) -> None:
     report.write([], tmp_path / "report.html")
-    page, complaints = opened(browser, tmp_path / "report.html")
+    page, complaints = opened(browser, tmp_path / "report.html", width=390)
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
     count = page.locator(".chart").count()
     assert count
     assert [n for n in range(count) if variance(page, n) < 100] == []
@@ -150,6 +163,35 @@ def test_the_keyboard_reaches_numbers_legends_and_tables(browser: Browser, html:
     assert chart.screenshot() != before
     page.locator(".scroll").first.focus()
     assert page.evaluate("document.activeElement.getAttribute('role')") == "region"
+    page.context.close()
+
+
+def test_what_is_closed_is_drawn_when_it_is_opened(browser: Browser, html: Path) -> None:
+    page, complaints = opened(browser, html, unfold=False)
+    closed = page.locator("details.closed", has=page.locator(".chart"))
+    assert closed.count() == 1
+    chart = closed.locator(".chart")
+    assert not chart.is_visible()
+    assert chart.locator(".main-svg").count() == 0
+    height = page.evaluate("document.documentElement.scrollHeight")
+    closed.locator("summary").first.focus()
+    page.keyboard.press("Enter")
+    chart.locator(".main-svg").first.wait_for()
+    assert max(ImageStat.Stat(Image.open(io.BytesIO(chart.screenshot())).convert("RGB")).var) > 100
+    box = chart.bounding_box()
+    assert box and box["width"] > 900  # not the width that it had while it was closed
+    assert page.evaluate("document.documentElement.scrollHeight") > height + 800
+    assert complaints == []
+    page.context.close()
+
+
+def test_the_keyboard_opens_commands(browser: Browser, html: Path) -> None:
+    page, _ = opened(browser, html)
+    command = page.get_by_text("--label compiled").first
+    assert not command.is_visible()
+    page.locator("summary", has_text="2 commands").first.focus()
+    page.keyboard.press("Enter")
+    assert command.is_visible()
     page.context.close()
 
 

@@ -40,6 +40,11 @@ def missing(section: Section) -> str:
     return block.command
 
 
+def drawn(section: Section) -> list[charts.Chart]:
+    found = [b for block in section.blocks for b in getattr(block, "charts", [block])]
+    return [block for block in found if isinstance(block, charts.Chart)]
+
+
 def test_what_is_not_there_names_the_command_that_makes_it() -> None:
     assert missing(ladder.section([])) == "integration ladder slice --record"
     assert "integration train" in missing(runs.section([], []))
@@ -75,9 +80,7 @@ def test_the_page_loads_nothing_and_holds_what_was_given(
 
 def test_ladder_figures_are_the_record_s() -> None:
     record = samples.ladder()
-    section = ladder.section([record])
-    drawn = [b for block in section.blocks for b in getattr(block, "charts", [block])]
-    climb, published, without, phases = [c for c in drawn if isinstance(c, charts.Chart)]
+    climb, published, phases, without = drawn(ladder.section([record]))
     rates = [rung["median"]["tokens_s_gpu"] for rung in record["rungs"][:3]]
     assert climb.data[0]["x"] == rates
     assert climb.data[0]["error_x"]["array"][0] == pytest.approx(rates[0] * (1 / 0.97 - 1))
@@ -192,23 +195,24 @@ def test_the_timeline_shows_one_step_on_one_scale(
         kept = {"patches": {}, "command": "integration train slice", "traceEvents": events}
         (folder / f"trace-{name}.json.gz").write_bytes(trace.packed(kept))
     section = timeline.section(timeline.files())
-    before, moved = section.blocks
-    assert isinstance(before, charts.Chart) and isinstance(moved, charts.Chart)
-    assert section.command == "integration train slice"
+    before, moved = drawn(section)
+    text = page.render("t", "", [section])
+    assert text.count("integration train slice") == 1
+    assert "<summary>Command</summary><dl><dt>Before; Moved</dt>" in text
     assert [row[0] for row in moved.rows] == ["host", "stream 7", "stream 20"]
     assert before.layout["xaxis"]["range"] == moved.layout["xaxis"]["range"]
-    drawn = {t["name"]: t for t in moved.data}
+    kinds = {t["name"]: t for t in moved.data}
     # One step of the two: 20 all-gathers of 4 ms each 7 ms, of which a 200 ms chart shows each.
-    assert len(drawn["communication"]["x"]) == 20
-    assert sum(drawn["communication"]["x"]) == pytest.approx(80)
-    assert drawn["copy to the GPU"]["base"] == [pytest.approx(151)]
-    assert drawn["annotated on the host"]["x"] == [pytest.approx(45)]
+    assert len(kinds["communication"]["x"]) == 20
+    assert sum(kinds["communication"]["x"]) == pytest.approx(80)
+    assert kinds["copy to the GPU"]["base"] == [pytest.approx(151)]
+    assert kinds["annotated on the host"]["x"] == [pytest.approx(45)]
     assert "copy to the GPU" not in {t["name"] for t in before.data}
 
 
 def test_pools_are_those_of_ladder_and_benchmarks() -> None:
     section = memory.pools([samples.ladder()], repository.load())
-    of_ladder, op, h2d = [b for b in section.blocks if isinstance(b, charts.Chart)]
+    of_ladder, op, h2d = drawn(section)
     assert [row[0] for row in of_ladder.rows] == [
         "pristine + cpu_device", "default stream", "all-gather stream",
         "+ activation_offload", "default stream", "all-gather stream",
