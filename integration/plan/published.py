@@ -176,6 +176,7 @@ def arithmetic(plan: Plan) -> list[str]:
     moves = sum(
         step_time.moves_seconds(plan.job, plan.cluster, 0, backward=b) for b in (False, True)
     )
+    passes = sum(phase.seconds for phase in plan.time.phases[:2])
     return [
         f"Expert weights: two bf16 gathers {experts.gathers / GIGA:,.0f} GB + fp32 reduce-scatter "
         f"{experts.reduction / GIGA:,.0f} GB = {(experts.gathers + experts.reduction) / GIGA:,.0f} "
@@ -187,7 +188,9 @@ def arithmetic(plan: Plan) -> list[str]:
         f"parallelism inside a node cannot give that at {network.gb_s:g} GB/s, whatever overlaps.",
         f"The GPU takes {products:.1f} s for products, {attention:.1f} s for attention as if each "
         f"sequence were one document (packed ones attend to themselves alone, and cost less) and "
-        f"{moves:.1f} s for kernels that only move memory.",
+        f"{moves:.1f} s for kernels that only move memory. The other "
+        f"{passes - products - attention - moves:.1f} s of forward and backward are the output "
+        "head, exchanges of tokens, and the links' first and last layer.",
         f"The lever is tokens a gather: {wider.sequences} sequences a rank give "
         f"{doubled.time.tokens_per_second:,.0f} tokens/s, {fits}.",
     ]

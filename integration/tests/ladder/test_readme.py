@@ -24,8 +24,10 @@ RUNG = re.compile(
 RUNGS = list(RUNG.finditer(README))
 
 
-def test_there_are_tables():
-    assert (len(ROWS), len(RUNGS)) == (5, 8)
+def test_there_are_tables_while_there_is_evidence():
+    """Evidence goes when a patch changes and no GPU is at hand, and its tables with it."""
+    assert len(ROWS) == len(list(EVIDENCE.glob("ladder-slice-65536*-h200x1.json")))
+    assert len(RUNGS) == 8 * (EVIDENCE / "ladder-slice-h200x1.json").is_file()
 
 
 @pytest.mark.parametrize("row", RUNGS, ids=lambda row: row["label"])
@@ -47,6 +49,7 @@ def test_a_row_is_what_was_measured(row: re.Match):
     assert row["peak"] == _peak(full)
 
 
+@pytest.mark.skipif(not ROWS, reason="no table")
 def test_forward_and_backward_alone():
     full = json.loads((REPO / ROWS[-1]["file"]).read_text())["rungs"][0]["median"]
     alone = full["mfu"] * full["step_s"] / (full["forward_s"] + full["backward_s"])
