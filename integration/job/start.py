@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from integration.errors import UserError, nearest
+from integration.errors import UserError
 from integration.job import catalog, launch, machine, summary
 from integration.job import data as job_data
 from integration.job.run import Job, Run
@@ -120,18 +120,37 @@ def choose_ranks(job: JobSpec, asked: int | None, gpus: int) -> int:
 
 
 def contributions(without: tuple[str, ...]) -> list[str] | None:
-    """Return the names of all contributions but those in ``without``; None for all of them.
+    """Return the names of all contributions but those left out; None for all of them.
+
+    What requires one of ``without`` cannot stay, which is said: on stderr, as ``launch --dry``
+    prints a script.
 
     Raises:
         UserError: there is none of that name.
     """
     if not without:
         return None
-    known = [c.name for c in repository.load()]
-    for name in without:
-        if name not in known:
-            raise UserError(f"unknown contribution {name}{nearest(name, known)}")
-    return [name for name in known if name not in without]
+    dependents = dependents_of(without)
+    if dependents:
+        print(
+            f"left out too, as they require {', '.join(without)}: {', '.join(dependents)}",
+            file=sys.stderr,
+        )
+    every = repository.load()
+    gone = {c.name for c in repository.find(every, (*without, *dependents))}
+    return [c.name for c in every if c.name not in gone]
+
+
+def dependents_of(without: tuple[str, ...]) -> list[str]:
+    """Return the names of the other contributions that require one of ``without``.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    every = repository.load()
+    asked = {c.name for c in repository.find(every, without)}
+    kept = {c.name for c in repository.leave_out(every, asked)}
+    return [c.name for c in every if c.name not in kept | asked]
 
 
 def _fresh(request: Request) -> Job:

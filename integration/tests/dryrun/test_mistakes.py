@@ -21,7 +21,10 @@ from integration.tests.dryrun.runs import dryrun
         (("slice", "--experts", "4"), "top_k must not exceed experts, got 8 of 4"),
         (("slice", "--without", "shared_rop_cache"), "did you mean shared_rope_cache?"),
         (("slice", "--without", "cpu_device"), "keep cpu_device"),
-        (("slice", "--without", "unshard_async_op"), "leaves out what others of the set require"),
+        (
+            ("slice", "--without", "unshard_async_op"),
+            "require; name these as well: unshard_async_h2d, fsdp_unshard_async_op",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments, words, tmp_path):

@@ -5,6 +5,7 @@ import pytest
 from integration.errors import UserError
 from integration.job import catalog, start
 from integration.job.run import Job
+from integration.patchset import repository
 
 
 @pytest.mark.parametrize(
@@ -62,3 +63,24 @@ def test_a_run_goes_on_with_the_model_it_had():
         start._continued(_request(layers=3), before)
     with pytest.raises(UserError, match="the default number of experts, and --experts 8 makes"):
         start._continued(_request(experts=8), before)
+
+
+def test_what_requires_a_contribution_that_is_left_out_goes_too(capsys):
+    names = start.contributions(("dist_muon_any_device",))
+    assert names is not None
+    assert not {"dist_muon_any_device", "flex_shard_muon", "flex_shard_split_fused"} & set(names)
+    # The overlay, which adds what is required, puts none of them back.
+    assert names == [c.name for c in repository.select(repository.load(), names)]
+    said = capsys.readouterr()
+    assert said.err.startswith("left out too, as they require dist_muon_any_device: ")
+    assert "flex_shard_split_fused" in said.err
+    assert said.err.count("\n") == 1
+    assert not said.out  # where `launch --dry` prints its script
+
+
+def test_nothing_is_said_where_nothing_else_goes(capsys):
+    names = start.contributions(("shared_rope_cache",))
+    assert names is not None
+    assert len(names) == len(repository.load()) - 1
+    assert not capsys.readouterr().err
+    assert start.contributions(()) is None
