@@ -37,7 +37,13 @@ def train(request: Request) -> None:
     """
     asked = catalog.find(request.config, layers=request.layers, experts=request.experts)
     port = machine.free_port(request.port)
-    patched = overlay.build(contributions(request.without))
+    resumed = Run.latest(request.config) if request.resume else None
+    before = resumed.job() if resumed else None
+    if before and not request.without:
+        names = _as_before(before)
+    else:
+        names = contributions(request.without)
+    patched = overlay.build(names)
     gpus = machine.gpu_count()
     if gpus:
         machine.require_compiler()
@@ -46,8 +52,7 @@ def train(request: Request) -> None:
     if not any(option.startswith("--parallelism.") for option in request.options):
         asked.on(ranks).check()
 
-    resumed = Run.latest(request.config) if request.resume else None
-    job = _continued(request, resumed.job()) if resumed else _fresh(request)
+    job = _continued(request, before) if before else _fresh(request)
     # Looked at before a folder is made: a mistake leaves no empty run behind.
     vocab = job_data.tokenizer_size(Path(job.tokenizer))
     if vocab > asked.shape.vocab and not asked.tokenizer_vocab:
@@ -151,6 +156,21 @@ def dependents_of(without: tuple[str, ...]) -> list[str]:
     asked = {c.name for c in repository.find(every, without)}
     kept = {c.name for c in repository.leave_out(every, asked)}
     return [c.name for c in every if c.name not in kept | asked]
+
+
+def _as_before(before: Job) -> list[str]:
+    """Return the names of the set that a run was trained on, and say what it leaves out.
+
+    Contributions that have been dropped since are upstream's now, and so are not missing.
+    """
+    every = [c.name for c in repository.load()]
+    names = [name for name in every if name in before.contributions]
+    if left_out := [name for name in every if name not in names]:
+        print(
+            f"left out, as in the run that goes on (--without names others): {', '.join(left_out)}",
+            file=sys.stderr,
+        )
+    return names
 
 
 def _fresh(request: Request) -> Job:

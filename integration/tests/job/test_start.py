@@ -4,7 +4,7 @@ import pytest
 
 from integration.errors import UserError
 from integration.job import catalog, start
-from integration.job.run import Job
+from integration.job.run import Job, Run
 from integration.patchset import repository
 
 
@@ -39,17 +39,23 @@ def test_more_ranks_than_gpus(name, asked, gpus, words):
     assert words in str(refused.value)
 
 
-def _request(*, layers: int | None = None, experts: int | None = None) -> start.Request:
+def _request(
+    *,
+    layers: int | None = None,
+    experts: int | None = None,
+    resume: bool = True,
+    without: tuple[str, ...] = (),
+) -> start.Request:
     return start.Request(
         config="slice",
         layers=layers,
         experts=experts,
-        resume=True,
+        resume=resume,
         data=None,
         tokenizer=None,
         ranks=None,
         port=None,
-        without=(),
+        without=without,
         options=(),
         debug=False,
     )
@@ -84,3 +90,58 @@ def test_nothing_is_said_where_nothing_else_goes(capsys):
     assert len(names) == len(repository.load()) - 1
     assert not capsys.readouterr().err
     assert start.contributions(()) is None
+
+
+class BuiltError(Exception):
+    """Stands for the overlay: what comes after it is not the subject. Carries the set's names."""
+
+
+@pytest.fixture
+def built(tmp_path, monkeypatch):
+    """A machine without a GPU; return what set ``start.train`` asks of the overlay."""
+    monkeypatch.setenv("INTEGRATION_OUTPUTS", str(tmp_path))
+    monkeypatch.setattr(start.machine, "gpu_count", lambda: 0)
+
+    def build(names):
+        raise BuiltError(names)
+
+    monkeypatch.setattr(start.overlay, "build", build)
+
+    def names(request: start.Request) -> list[str] | None:
+        with pytest.raises(BuiltError) as asked:
+            start.train(request)
+        return asked.value.args[0]
+
+    return names
+
+
+def _run_of(names: list[str]) -> None:
+    run = Run.new("slice")
+    run.write(Job("slice", "/data", "/tokenizer", (), tuple(names), None, None))
+    run.checkpoint(10).mkdir(parents=True)
+    (run.checkpoint(10) / ".metadata").touch()
+
+
+def test_a_run_goes_on_with_the_set_it_had(built, capsys):
+    every = [c.name for c in repository.load()]
+    less = [name for name in every if name != "shared_rope_cache"]
+    _run_of([*less, "dropped_since"])
+    assert built(_request()) == less
+    assert capsys.readouterr().err == (
+        "left out, as in the run that goes on (--without names others): shared_rope_cache\n"
+    )
+
+
+def test_a_run_goes_on_with_another_set_where_one_is_asked_for(built, capsys):
+    every = [c.name for c in repository.load()]
+    _run_of([name for name in every if name != "shared_rope_cache"])
+    names = built(_request(without=("moe_combine_memory",)))
+    assert names == [name for name in every if name != "moe_combine_memory"]
+    assert not capsys.readouterr().err
+
+
+def test_a_run_of_the_full_set_goes_on_without_a_word(built, capsys):
+    every = [c.name for c in repository.load()]
+    _run_of(every)
+    assert built(_request()) == every
+    assert not capsys.readouterr().err
