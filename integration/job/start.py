@@ -39,14 +39,18 @@ def train(request: Request) -> None:
     port = machine.free_port(request.port)
     resumed = Run.latest(request.config) if request.resume else None
     before = resumed.job() if resumed else None
+    names = contributions(request.without)
     if before and not request.without:
         names = _as_before(before)
-    else:
-        names = contributions(request.without)
-    patched = overlay.build(names)
     gpus = machine.gpu_count()
     if gpus:
         machine.require_compiler()
+    elif names is not None and CPU_CONTRIBUTION not in names:
+        raise UserError(
+            f"torch sees no GPU here, and training on a CPU needs {CPU_CONTRIBUTION}, which is "
+            "left out; leave out others with --without"
+        )
+    patched = overlay.build(names)
     ranks = choose_ranks(asked, request.ranks, gpus)
     # TorchTitan's options may ask for another layout, which TorchTitan judges.
     if not any(option.startswith("--parallelism.") for option in request.options):
@@ -96,6 +100,8 @@ def train(request: Request) -> None:
         raise failure
 
 
+# Without it TorchTitan asks for a driver that is not there.
+CPU_CONTRIBUTION = "cpu_device"
 # What one CPU machine runs without being told to by --ranks.
 CPU_RANKS = 8
 

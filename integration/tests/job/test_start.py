@@ -145,3 +145,13 @@ def test_a_run_of_the_full_set_goes_on_without_a_word(built, capsys):
     _run_of(every)
     assert built(_request()) == every
     assert not capsys.readouterr().err
+
+
+def test_a_cpu_needs_cpu_device(built, tmp_path, monkeypatch):
+    request = _request(resume=False, without=("cpu_device",))
+    with pytest.raises(UserError, match="training on a CPU needs cpu_device, which is left out"):
+        start.train(request)
+    assert not list(tmp_path.iterdir())  # no empty run
+    monkeypatch.setattr(start.machine, "gpu_count", lambda: 1)
+    monkeypatch.setattr(start.machine, "require_compiler", lambda: None)
+    assert "cpu_device" not in (built(request) or ["cpu_device"])
