@@ -64,7 +64,8 @@ def make(job: JobSpec, cluster: Cluster, levers: Levers | None = None, rank: int
     if job.fp8 and cluster.gpu.fp8_tflops is None:
         raise UserError(
             f"{job.name} multiplies in FP8, and the {cluster.gpu.name} of {cluster.name} has none "
-            f"(no gpu.fp8_tflops); plan {job.name.removesuffix('_fp8')} instead"
+            f"(no gpu.fp8_tflops); name one that has, as --cluster jupiter, or the config "
+            f"{job.name.removesuffix('_fp8')}"
         )
     worst = memory.worst(job, cluster, levers)
     # The slowest stage rules a pipeline; without one all ranks move the same.

@@ -18,7 +18,10 @@ from integration.tests.dryrun.runs import dryrun
         ),
         (("leonardo_small", "--world", "62"), "= 4 must divide the 62 ranks"),
         (("leonardo_1t_fp8",), "multiplies in FP8, which a CPU has not"),
-        (("slice", "--experts", "4"), "--experts must be at least 8, as each token goes to that many"),
+        (
+            ("slice", "--experts", "4"),
+            "--experts must be at least 8, as each token goes to that many",
+        ),
         (("slice", "--without", "shared_rop_cache"), "did you mean shared_rope_cache?"),
         (("slice", "--without", "cpu_device"), "keep cpu_device"),
         (
