@@ -52,8 +52,7 @@ def train(request: Request) -> None:
         )
     patched = overlay.build(names)
     ranks = choose_ranks(asked, request.ranks, gpus)
-    # TorchTitan's options may ask for another layout, which TorchTitan judges.
-    if not any(option.startswith("--parallelism.") for option in request.options):
+    if not own_layout(request.options):
         asked.on(ranks).check()
 
     job = _continued(request, before) if before else _fresh(request)
@@ -128,6 +127,11 @@ def choose_ranks(job: JobSpec, asked: int | None, gpus: int) -> int:
             f"see what it needs with: integration plan {job.name}"
         )
     return ranks
+
+
+def own_layout(options: tuple[str, ...]) -> bool:
+    """Return whether TorchTitan's options ask for another layout, which TorchTitan judges."""
+    return any(option.startswith("--parallelism.") for option in options)
 
 
 def contributions(without: tuple[str, ...]) -> list[str] | None:
