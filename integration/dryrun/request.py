@@ -33,10 +33,7 @@ class Request:
         """
         job = catalog.find(self.config)
         job = job.on(self.world or job.ranks)
-        try:
-            job = job.cut(layers=self.layers, experts=self.experts)
-        except ValueError as error:
-            raise UserError(f"{self.config} cannot be cut so: {error}") from None
+        job = catalog.cut(job, layers=self.layers, experts=self.experts)
         if job.fp8:
             plain = job.name.removesuffix("_fp8")
             raise UserError(

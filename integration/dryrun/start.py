@@ -54,13 +54,13 @@ def run(request: Request, *, debug: bool) -> dict[str, Any]:
 
 
 def _overlay(without: tuple[str, ...]) -> Overlay:
+    # Named one by one, as the plan beside the dry run leaves out what was named.
+    if dependents := start.dependents_of(without):
+        raise UserError(
+            f"--without {', '.join(without)} leaves out what others of the set require; name these "
+            f"as well: {', '.join(dependents)}"
+        )
     patched = overlay.build(start.contributions(without))
-    for name in without:
-        if name in patched.names:
-            raise UserError(
-                f"--without {name} leaves out what others of the set require; name these as well "
-                "(integration patches list shows who requires it)"
-            )
     if "cpu_device" not in patched.names:
         raise UserError(
             "--without cpu_device leaves no way to run TorchTitan on a CPU, as a dry run does; "

@@ -218,7 +218,21 @@ def find(name: str, *, layers: int | None = None, experts: int | None = None) ->
         return CATALOG[name]
     if name != SLICE.name:
         raise UserError(f"--layers and --experts cut the config slice, and {name} was asked for")
+    return cut(SLICE, layers=layers, experts=experts)
+
+
+def cut(job: JobSpec, *, layers: int | None, experts: int | None) -> JobSpec:
+    """Return ``job`` with fewer layers or experts; None keeps a size.
+
+    Raises:
+        UserError: it cannot be cut so.
+    """
+    if experts is not None and experts < job.shape.top_k:
+        raise UserError(
+            f"--experts must be at least {job.shape.top_k}, as each token goes to that many, got "
+            f"{experts}"
+        )
     try:
-        return SLICE.cut(layers=layers, experts=experts)
+        return job.cut(layers=layers, experts=experts)
     except ValueError as error:
-        raise UserError(f"slice cannot be cut so: {error}") from None
+        raise UserError(f"{job.name} cannot be cut so: {error}") from None

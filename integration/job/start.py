@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from integration.errors import UserError, nearest
+from integration.errors import UserError
 from integration.job import catalog, launch, machine, summary
 from integration.job import data as job_data
 from integration.job.run import Job, Run
@@ -37,17 +37,25 @@ def train(request: Request) -> None:
     """
     asked = catalog.find(request.config, layers=request.layers, experts=request.experts)
     port = machine.free_port(request.port)
-    patched = overlay.build(contributions(request.without))
+    resumed = Run.latest(request.config) if request.resume else None
+    before = resumed.job() if resumed else None
+    names = contributions(request.without)
+    if before and not request.without:
+        names = _as_before(before)
     gpus = machine.gpu_count()
     if gpus:
         machine.require_compiler()
+    elif names is not None and CPU_CONTRIBUTION not in names:
+        raise UserError(
+            f"torch sees no GPU here, and training on a CPU needs {CPU_CONTRIBUTION}, which is "
+            "left out; leave out others with --without"
+        )
+    patched = overlay.build(names)
     ranks = choose_ranks(asked, request.ranks, gpus)
-    # TorchTitan's options may ask for another layout, which TorchTitan judges.
-    if not any(option.startswith("--parallelism.") for option in request.options):
+    if not own_layout(request.options):
         asked.on(ranks).check()
 
-    resumed = Run.latest(request.config) if request.resume else None
-    job = _continued(request, resumed.job()) if resumed else _fresh(request)
+    job = _continued(request, before) if before else _fresh(request)
     # Looked at before a folder is made: a mistake leaves no empty run behind.
     vocab = job_data.tokenizer_size(Path(job.tokenizer))
     if vocab > asked.shape.vocab and not asked.tokenizer_vocab:
@@ -91,6 +99,8 @@ def train(request: Request) -> None:
         raise failure
 
 
+# Without it TorchTitan asks for a driver that is not there.
+CPU_CONTRIBUTION = "cpu_device"
 # What one CPU machine runs without being told to by --ranks.
 CPU_RANKS = 8
 
@@ -119,19 +129,58 @@ def choose_ranks(job: JobSpec, asked: int | None, gpus: int) -> int:
     return ranks
 
 
+def own_layout(options: tuple[str, ...]) -> bool:
+    """Return whether TorchTitan's options ask for another layout, which TorchTitan judges."""
+    return any(option.startswith("--parallelism.") for option in options)
+
+
 def contributions(without: tuple[str, ...]) -> list[str] | None:
-    """Return the names of all contributions but those in ``without``; None for all of them.
+    """Return the names of all contributions but those left out; None for all of them.
+
+    What requires one of ``without`` cannot stay, which is said: on stderr, as ``launch --dry``
+    prints a script.
 
     Raises:
         UserError: there is none of that name.
     """
     if not without:
         return None
-    known = [c.name for c in repository.load()]
-    for name in without:
-        if name not in known:
-            raise UserError(f"unknown contribution {name}{nearest(name, known)}")
-    return [name for name in known if name not in without]
+    dependents = dependents_of(without)
+    if dependents:
+        print(
+            f"left out too, as they require {', '.join(without)}: {', '.join(dependents)}",
+            file=sys.stderr,
+        )
+    every = repository.load()
+    gone = {c.name for c in repository.find(every, (*without, *dependents))}
+    return [c.name for c in every if c.name not in gone]
+
+
+def dependents_of(without: tuple[str, ...]) -> list[str]:
+    """Return the names of the other contributions that require one of ``without``.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    every = repository.load()
+    asked = {c.name for c in repository.find(every, without)}
+    kept = {c.name for c in repository.leave_out(every, asked)}
+    return [c.name for c in every if c.name not in kept | asked]
+
+
+def _as_before(before: Job) -> list[str]:
+    """Return the names of the set that a run was trained on, and say what it leaves out.
+
+    Contributions that have been dropped since are upstream's now, and so are not missing.
+    """
+    every = [c.name for c in repository.load()]
+    names = [name for name in every if name in before.contributions]
+    if left_out := [name for name in every if name not in names]:
+        print(
+            f"left out, as in the run that goes on (--without names others): {', '.join(left_out)}",
+            file=sys.stderr,
+        )
+    return names
 
 
 def _fresh(request: Request) -> Job:

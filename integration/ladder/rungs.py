@@ -106,13 +106,8 @@ def _in_series(contributions: Sequence[Contribution], names: set[str]) -> tuple[
 
 
 def _without(contributions: Sequence[Contribution], name: str) -> Rung:
-    gone = {
-        c.name
-        for c in contributions
-        if name in {needed.name for needed in repository.close(contributions, [c.name])}
-    }
-    kept = tuple(c.name for c in contributions if c.name not in gone)
-    also = tuple(c.name for c in contributions if c.name in gone and c.name != name)
+    kept = tuple(c.name for c in repository.leave_out(contributions, [name]))
+    also = tuple(c.name for c in contributions if c.name not in (*kept, name))
     return Rung(f"{FULL_SET} - {name}", "without", name, kept, also)
 
 

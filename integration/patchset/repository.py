@@ -136,6 +136,16 @@ def select(
     return close(contributions, [c.name for c in find(contributions, names)])
 
 
+def leave_out(
+    contributions: Sequence[Contribution], names: Iterable[str]
+) -> tuple[Contribution, ...]:
+    """Return ``contributions`` without those called ``names`` and all that require one of them."""
+    gone = set(names)
+    return tuple(
+        c for c in contributions if gone.isdisjoint(n.name for n in close(contributions, [c.name]))
+    )
+
+
 def close(contributions: Sequence[Contribution], names: Iterable[str]) -> tuple[Contribution, ...]:
     """Add everything that ``names`` require, across upstreams; refuse cycles and unknown names."""
     known = {contribution.name: contribution for contribution in contributions}

@@ -79,16 +79,20 @@ class Cluster:
     nccl_gib_a_group: float
 
 
+def known() -> list[str]:
+    """Return the names of the clusters that come with the planner."""
+    return sorted(file.stem for file in FOLDER.glob("*.toml"))
+
+
 def load(name: str) -> Cluster:
     """Return the cluster called ``name``, or described by the file ``name`` (ending in .toml).
 
     Raises:
         UserError: no such cluster or file, or a value in it is missing, unknown or not positive.
     """
-    known = sorted(file.stem for file in FOLDER.glob("*.toml"))
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
-    if not name.endswith(".toml") and name not in known:
-        raise UserError(f"unknown cluster {name}{nearest(name, known)}; or name a file.toml")
+    if not name.endswith(".toml") and name not in known():
+        raise UserError(f"unknown cluster {name}{nearest(name, known())}; or name a file.toml")
     try:
         values = tomllib.loads(path.read_text())
     except OSError as error:

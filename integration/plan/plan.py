@@ -44,6 +44,27 @@ class Plan:
         ]
 
 
+def check(job: JobSpec, cluster: Cluster) -> None:
+    """Refuse a job for which ``cluster`` has not the GPUs, whatever its layout.
+
+    Raises:
+        UserError: more ranks than GPUs, or FP8 on a GPU without.
+    """
+    gpus = cluster.nodes * cluster.gpus_a_node
+    if job.ranks > gpus:
+        raise UserError(
+            f"{job.name} has {job.ranks} ranks, one a GPU, and {cluster.name} has {gpus} GPUs "
+            f"({cluster.nodes} nodes of {cluster.gpus_a_node}); name fewer with --ranks (launch: "
+            "--nodes)"
+        )
+    if job.fp8 and cluster.gpu.fp8_tflops is None:
+        raise UserError(
+            f"{job.name} multiplies in FP8, and the {cluster.gpu.name} of {cluster.name} has none "
+            f"(no gpu.fp8_tflops); name one that has, as --cluster jupiter, or the config "
+            f"{job.name.removesuffix('_fp8')}"
+        )
+
+
 def make(job: JobSpec, cluster: Cluster, levers: Levers | None = None, rank: int = 0) -> Plan:
     """Return the plan of ``job``.
 
@@ -52,20 +73,10 @@ def make(job: JobSpec, cluster: Cluster, levers: Levers | None = None, rank: int
             a GPU without.
     """
     job.check()
+    check(job, cluster)
     levers = levers or Levers()
-    gpus = cluster.nodes * cluster.gpus_a_node
-    if job.ranks > gpus:
-        raise UserError(
-            f"{job.name} has {job.ranks} ranks, one a GPU, and {cluster.name} has {gpus} GPUs "
-            f"({cluster.nodes} nodes of {cluster.gpus_a_node}); name fewer with --ranks"
-        )
     if not 0 <= rank < job.ranks:
         raise UserError(f"--rank {rank} is not there: {job.name} has ranks 0 to {job.ranks - 1}")
-    if job.fp8 and cluster.gpu.fp8_tflops is None:
-        raise UserError(
-            f"{job.name} multiplies in FP8, and the {cluster.gpu.name} of {cluster.name} has none "
-            f"(no gpu.fp8_tflops); plan {job.name.removesuffix('_fp8')} instead"
-        )
     worst = memory.worst(job, cluster, levers)
     # The slowest stage rules a pipeline; without one all ranks move the same.
     a_stage = job.ranks // job.layout.pp

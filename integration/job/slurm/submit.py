@@ -11,9 +11,10 @@ from integration.job import catalog, launch
 from integration.job import data as job_data
 from integration.job.run import Job, Run
 from integration.job.slurm import cluster as clusters
+from integration.job.slurm import fit
 from integration.job.slurm.cluster import Cluster, Variable
 from integration.job.slurm.script import SCRIPT_FILE, Script
-from integration.job.start import contributions
+from integration.job.start import contributions, own_layout
 from integration.patchset import overlay
 from integration.paths import outputs_dir
 
@@ -52,11 +53,13 @@ def launch_job(request: Request) -> None:
     """
     cluster = _check(request)
     # Said before anything is built: what is wrong with the numbers.
-    _script(request, cluster, Run(outputs_dir() / request.config / "RUN"), trainer=("",))
+    draft = _script(request, cluster, Run(outputs_dir() / request.config / "RUN"), trainer=("",))
+    names = contributions(request.without)
+    _check_fit(request, cluster, draft.nodes * draft.ranks, names)
     if request.submit:
         _require_sbatch(request.account or cluster.account)
 
-    patched = overlay.build(contributions(request.without))
+    patched = overlay.build(names)
     tokenizer, dataset = job_data.folders(request.tokenizer, request.data)
     vocab = job_data.tokenizer_size(tokenizer)
     job_data.Source.at(dataset).check()
@@ -96,6 +99,17 @@ def _check(request: Request) -> Cluster:
     if request.dry and request.submit:
         raise UserError("--dry only prints the job script and --submit runs it; give one of them")
     return clusters.load(request.cluster)
+
+
+def _check_fit(request: Request, cluster: Cluster, ranks: int, names: list[str] | None) -> None:
+    doubt = fit.check(
+        catalog.find(request.config).on(ranks),
+        cluster,
+        names=names,
+        own_layout=own_layout(request.options),
+    )
+    if doubt:
+        print(f"warning: {doubt}", file=sys.stderr)
 
 
 def _script(

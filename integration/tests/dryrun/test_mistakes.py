@@ -18,10 +18,16 @@ from integration.tests.dryrun.runs import dryrun
         ),
         (("leonardo_small", "--world", "62"), "= 4 must divide the 62 ranks"),
         (("leonardo_1t_fp8",), "multiplies in FP8, which a CPU has not"),
-        (("slice", "--experts", "4"), "top_k must not exceed experts, got 8 of 4"),
+        (
+            ("slice", "--experts", "4"),
+            "--experts must be at least 8, as each token goes to that many",
+        ),
         (("slice", "--without", "shared_rop_cache"), "did you mean shared_rope_cache?"),
         (("slice", "--without", "cpu_device"), "keep cpu_device"),
-        (("slice", "--without", "unshard_async_op"), "leaves out what others of the set require"),
+        (
+            ("slice", "--without", "unshard_async_op"),
+            "require; name these as well: unshard_async_h2d, fsdp_unshard_async_op",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments, words, tmp_path):

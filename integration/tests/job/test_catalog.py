@@ -62,7 +62,9 @@ def test_only_the_slice_is_cut():
     assert catalog.find("slice", layers=2, experts=8).shape.layers == 2
     with pytest.raises(UserError, match="cut the config slice, and mini was asked for"):
         catalog.find("mini", layers=2)
-    with pytest.raises(UserError, match="top_k must not exceed experts, got 8 of 4"):
+    with pytest.raises(
+        UserError, match="--experts must be at least 8, as each token goes to that many"
+    ):
         catalog.find("slice", experts=4)
 
 

@@ -68,6 +68,22 @@ def commands(tmp_path, monkeypatch, sbatch: str | None) -> None:
         ({"account": "a b"}, r"--account must be"),
         ({"dry": True, "submit": True}, r"--dry only prints .* give one of them"),
         ({"submit": True, "account": None}, r"--submit needs the account .* --account NAME"),
+        (
+            {"cluster": "jupiter", "nodes": 96},
+            r"mini cannot run: efsdp 192 x ep 2 ranks outnumber the 8 experts",
+        ),
+        (
+            {"config": "leonardo_1t_fp8", "nodes": 128},
+            r"the A100 64GB of leonardo has none .* as --cluster jupiter",
+        ),
+        (
+            {"config": "leonardo_1t_fp8", "nodes": 128, "options": ("--parallelism.x=1",)},
+            r"the A100 64GB of leonardo has none",
+        ),
+        (
+            {"config": "leonardo_1t", "nodes": 4096},
+            r"has 16384 ranks, one a GPU, and leonardo has 13824 GPUs",
+        ),
         ({"without": ("cpu_devise",)}, r"did you mean cpu_device\?"),
     ],
 )
@@ -127,3 +143,52 @@ def test_submit_without_slurm_says_where_to_do_it(outputs, tmp_path, monkeypatch
     with pytest.raises(UserError, match=r"--submit needs sbatch, .* on a login node"):
         submit.launch_job(replace(REQUEST, submit=True))
     assert not outputs.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "warning"),
+    [
+        ({"config": "jupiter_1t", "cluster": "jupiter", "nodes": 96}, ""),
+        ({"config": "leonardo_1t", "nodes": 128}, ""),
+        (
+            {"config": "jupiter_1t", "cluster": "jupiter", "nodes": 10},
+            "warning: jupiter_1t does not fit by its plan, which leaves TorchTitan's options out: "
+            "rank 0 needs 377.0 GiB on the host, which has 108.0 GiB; see: integration plan "
+            "jupiter_1t --cluster jupiter --ranks 40\n",
+        ),
+        (
+            {"config": "jupiter_1t", "cluster": "jupiter", "without": ("activation_offload",)},
+            "on the GPU, which has 95.0 GiB; see: integration plan jupiter_1t --cluster jupiter "
+            "--ranks 384 --without activation_offload\n",
+        ),
+    ],
+)
+def test_what_does_not_fit_by_its_plan_is_written_with_a_warning(outputs, capsys, changes, warning):
+    request = replace(REQUEST, nodes=None, dry=True)
+    submit.launch_job(replace(request, **changes))
+    said = capsys.readouterr()
+    assert said.out.startswith("#!/bin/bash\n")  # the script alone
+    assert said.err.endswith(warning) and bool(said.err) == bool(warning)
+
+
+def test_a_layout_of_the_users_own_is_titans_to_judge(outputs, capsys):
+    options = ("--parallelism.expert_parallel_degree=1",)
+    submit.launch_job(replace(REQUEST, cluster="jupiter", nodes=96, options=options))
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("ours", 4), ("h200", 8)])
+def test_a_cluster_that_the_planner_does_not_know_is_not_planned(
+    outputs, tmp_path, capsys, name, gpus
+):
+    """Only the layout is looked at: 40 ranks would not fit JUPITER, and h200 has two GPUs."""
+    file = tmp_path / "cluster.toml"
+    file.write_text(
+        f'name = "{name}"\npartition = "p"\naccount = "a"\ngpu = "H200"\ngpus = {gpus}\n'
+        'cores = 64\ntime_limit = "1:00:00"\ninterface = "ib0"\n'
+    )
+    request = replace(REQUEST, config="jupiter_1t", cluster=str(file), nodes=40 // gpus)
+    submit.launch_job(request)
+    assert not capsys.readouterr().err
+    with pytest.raises(UserError, match="jupiter_1t cannot run: "):
+        submit.launch_job(replace(request, nodes=1, ranks=3))

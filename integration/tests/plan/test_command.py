@@ -49,6 +49,10 @@ def test_the_plan_of_the_1t_job(tmp_path):
         (("jupiter_1t", "--rank", "384"), "has ranks 0 to 383"),
         (("jupiter_1t", "--cluster", "h200"), "has 384 ranks, one a GPU, and h200 has 2 GPUs"),
         (("leonardo_1t_fp8",), "the A100 64GB of leonardo has none"),
+        (
+            ("leonardo_1t_fp8",),
+            "name one that has, as --cluster jupiter, or the config leonardo_1t",
+        ),
         (("jupiter_1t", "--without", "shared_rop_cache"), "did you mean shared_rope_cache?"),
         (("jupiter_1t", "--layers", "2"), "cut the config slice, and jupiter_1t was asked for"),
         (("jupiter_1t", "--ep", "0"), "--ep"),
@@ -60,6 +64,10 @@ def test_a_mistake_is_one_sentence(arguments, words):
     assert answer.returncode == 2
     assert words in answer.stderr
     assert "Traceback" not in answer.stderr
+
+
+def test_the_cluster_that_is_named_to_a_job_in_fp8_has_it():
+    assert _plan("leonardo_1t_fp8", "--cluster", "jupiter").returncode == 0
 
 
 def test_the_page_names_what_does_not_fit(tmp_path):
