@@ -43,6 +43,7 @@ def test_help_answers_at_once_and_without_torch():
         (("train", "leonardo_mini", "--ranks", "6"), "tp 2 = 4 must divide the 6 ranks"),
         (("train", "--without", "cpu_devise"), "did you mean cpu_device?"),
         (("test", "cpu_devise"), "did you mean cpu_device?"),
+        (("test", "cpu_device", "--full", "--record"), "add --prove"),
         (("train", "--data", "/nowhere"), "/nowhere does not exist"),
         (("train", "--port", "70000"), "--port"),
         (("train", "--ranks", "0"), "--ranks"),
