@@ -4,6 +4,7 @@ Each verb lives beside what it does (``patchset/cli.py``, ``job/cli.py``, …) a
 imports torch, git helpers or data libraries inside its function.
 """
 
+import errno
 import os
 import sys
 from typing import Annotated
@@ -46,6 +47,15 @@ app.add_typer(patches, name="patches")
 # the command line: click would otherwise read the first of it as the optional CONFIG.
 TITAN_OPTIONS: list[str] = []
 
+# What the machine refuses, and what mends it.
+REFUSALS = {
+    errno.EACCES: "make it accessible to you",
+    errno.EPERM: "make it accessible to you",
+    errno.EROFS: "mount it for writing",
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some of your quota",
+}
+
 
 @app.callback()
 def _options(
@@ -68,12 +78,27 @@ def main(argv: list[str] | None = None) -> None:
         argv.insert(0, "--debug")
     try:
         app(argv, prog_name="integration")
-    except UserError as error:
-        if os.environ.get("INTEGRATION_DEBUG"):
+    except (UserError, OSError) as error:
+        told = _refused(error) if isinstance(error, OSError) else error
+        if told is None or os.environ.get("INTEGRATION_DEBUG"):
             raise
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        print(f"error: {told}", file=sys.stderr)
+        sys.exit(told.exit_code)
     except SystemExit as stop:
         if stop.code == 130:  # what typer makes of a KeyboardInterrupt, without a word
             print("interrupted", file=sys.stderr)
         raise
+
+
+def _refused(error: OSError) -> UserError | None:
+    """Say in a sentence what the machine refused; None where it is not of ``REFUSALS``."""
+    # Only a write can find a disk full, and then the error has no name of a file.
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if error.errno not in REFUSALS or not (error.filename or full):
+        return None
+    return UserError(
+        f"expected to read and write {error.filename or 'a file'}, found: {error.strerror}; what "
+        f"was under way has stopped: {REFUSALS[error.errno]}, or name other folders with "
+        f"INTEGRATION_OUTPUTS (runs) and INTEGRATION_CACHE (overlays, data)",
+        exit_code=1,
+    )

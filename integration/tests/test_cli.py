@@ -68,6 +68,39 @@ def test_ctrl_c_is_answered_in_a_word():
     assert (answer.returncode, answer.stderr) == (130, "interrupted\n")
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (PermissionError(13, "Permission denied", "/x/y"), r"/x/y, found: Permission denied"),
+        (PermissionError(1, "Operation not permitted", "/x/y"), "accessible"),
+        (OSError(30, "Read-only file system", "/x/y"), "/x/y, found: Read-only .*for writing"),
+        (OSError(28, "No space left on device", "/x/y"), "/x/y, found: No space .*free some space"),
+        (OSError(122, "Disk quota exceeded"), "a file, found: Disk quota .*INTEGRATION_OUTPUTS"),
+        (FileNotFoundError(2, "No such file or directory", "/x/y"), None),  # a mistake of ours
+        (PermissionError(1, "Operation not permitted"), None),  # of a signal, say
+    ],
+)
+def test_what_the_machine_refuses_is_one_sentence(error, told, monkeypatch, capsys):
+    from integration import cli
+
+    def load() -> None:
+        raise error
+
+    monkeypatch.setattr("integration.patchset.repository.load", load)
+    monkeypatch.setenv("INTEGRATION_DEBUG", "")
+    if told is None:
+        with pytest.raises(OSError, match=re.escape(str(error))):
+            cli.main(["patches", "list"])
+        return
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["patches", "list"])
+    assert stop.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(f"error: .*{told}", line)
+    with pytest.raises(OSError, match=re.escape(str(error))):
+        cli.main(["patches", "list", "--debug"])
+
+
 def test_debug_shows_the_trace():
     answer = _run("train", "mimi", "--debug")
     assert "Traceback" in answer.stderr
