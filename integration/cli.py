@@ -6,6 +6,7 @@ imports torch, git helpers or data libraries inside its function.
 
 import errno
 import os
+import shlex
 import sys
 from typing import Annotated
 
@@ -46,6 +47,7 @@ app.add_typer(patches, name="patches")
 # What stands after "--" belongs to TorchTitan, or to a bench.py. It is taken off before typer sees
 # the command line: click would otherwise read the first of it as the optional CONFIG.
 TITAN_OPTIONS: list[str] = []
+TITAN_VERBS = ("train", "launch", "ladder")
 
 # What the machine refuses, and what mends it.
 REFUSALS = {
@@ -77,6 +79,7 @@ def main(argv: list[str] | None = None) -> None:
         argv.remove("--debug")
         argv.insert(0, "--debug")
     try:
+        _require_separator(argv)
         app(argv, prog_name="integration")
     except (UserError, OSError) as error:
         told = _refused(error) if isinstance(error, OSError) else error
@@ -88,6 +91,25 @@ def main(argv: list[str] | None = None) -> None:
         if stop.code == 130:  # what typer makes of a KeyboardInterrupt, without a word
             print("interrupted", file=sys.stderr)
         raise
+
+
+def _require_separator(argv: list[str]) -> None:
+    """Refuse an option with a dot in its name, as only TorchTitan's have, before ``--``."""
+    verb = next((word for word in argv if not word.startswith("-")), "")
+    ours: list[str] = []
+    theirs: list[str] = []
+    takes_value = False
+    for word in argv:
+        dotted = word.startswith("--") and "." in word.partition("=")[0]
+        is_value = takes_value and not word.startswith("-")
+        (theirs if dotted or is_value else ours).append(word)
+        takes_value = dotted and "=" not in word
+    if verb in TITAN_VERBS and theirs:
+        command = shlex.join(["integration", *ours, "--", *theirs, *TITAN_OPTIONS])
+        raise UserError(
+            f"{theirs[0]} is TorchTitan's, whose options come after `--`; nothing was run: "
+            f"{command}"
+        )
 
 
 def _refused(error: OSError) -> UserError | None:

@@ -101,6 +101,30 @@ def test_what_the_machine_refuses_is_one_sentence(error, told, monkeypatch, caps
         cli.main(["patches", "list", "--debug"])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        ("train mini --training.steps 2", "train mini -- --training.steps 2"),
+        (
+            "ladder --a.no-b --training.steps=2 mini --ranks 2",
+            "ladder mini --ranks 2 -- --a.no-b --training.steps=2",
+        ),
+        ("launch --a.b 1 --dry -- --c.d 2", "launch --dry -- --a.b 1 --c.d 2"),
+    ],
+)
+def test_a_forgotten_separator_is_told_with_the_command(arguments, command, monkeypatch, capsys):
+    from integration import cli
+
+    monkeypatch.setattr(cli, "TITAN_OPTIONS", [])
+    monkeypatch.setenv("INTEGRATION_DEBUG", "")
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments.split())
+    assert stop.value.code == 2
+    told = capsys.readouterr().err
+    assert "options come after `--`" in told
+    assert told.endswith(f"nothing was run: integration {command}\n")
+
+
 def test_debug_shows_the_trace():
     answer = _run("train", "mimi", "--debug")
     assert "Traceback" in answer.stderr
