@@ -251,6 +251,7 @@ Machine: gpu none, cores 2. torch 1.0
 def test_the_verb(full: House, clone: Path, run) -> None:  # noqa: F811
     ran = run("patches", "pr", "two", "--checkout", str(clone), "--no-test")
     assert ran.code == 0, ran.err
+    assert ran.err == "Making the branch two\nRunning the linters of the clone on two\n"
     assert "branch    two of " in ran.out
     assert "--reset-author" in ran.out
     file = Path(ran.out.partition("text      ")[2].splitlines()[0])
