@@ -33,6 +33,9 @@ def prepare(
 ) -> Prepared:
     """Make the branch in ``clone``, run its linters and the tests, and write ``pr.md``.
 
+    Where that ends early (Ctrl-C, a full disk), the branch is removed again: it would be in the
+    way of the next call.
+
     Args:
         test: run the contribution's tests on the pin, without the patch and with it, for the
             counts; else the text says that they are to be run.
@@ -40,7 +43,11 @@ def prepare(
     """
     (contribution,) = repository.find(repository.load(), [name])
     branch = branch_module.make(clone, contribution.name, base)
-    return _describe(contribution, clone, branch, test, tell)
+    try:
+        return _describe(contribution, clone, branch, test, tell)
+    except BaseException:
+        branch_module.remove(clone, branch)
+        raise
 
 
 def _describe(
