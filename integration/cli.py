@@ -72,9 +72,8 @@ def _options(
 def main(argv: list[str] | None = None) -> None:
     """Run one verb; end with its exit code, one sentence for what the user can mend."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if "--" in argv:
-        split = argv.index("--")
-        argv, TITAN_OPTIONS[:] = argv[:split], argv[split + 1 :]
+    split = argv.index("--") if "--" in argv else len(argv)
+    argv, TITAN_OPTIONS[:] = argv[:split], argv[split + 1 :]
     if "--debug" in argv:  # accepted before or after the verb
         argv.remove("--debug")
         argv.insert(0, "--debug")

@@ -115,7 +115,6 @@ def test_what_the_machine_refuses_is_one_sentence(error, told, monkeypatch, caps
 def test_a_forgotten_separator_is_told_with_the_command(arguments, command, monkeypatch, capsys):
     from integration import cli
 
-    monkeypatch.setattr(cli, "TITAN_OPTIONS", [])
     monkeypatch.setenv("INTEGRATION_DEBUG", "")
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments.split())
@@ -140,6 +139,9 @@ def test_titan_options_are_kept_apart(monkeypatch):
     assert seen["request"].config == "mini"
     assert seen["request"].resume
     assert seen["request"].options == ("--training.steps", "5")
+    with pytest.raises(SystemExit):
+        cli.main(["train"])
+    assert seen["request"].options == ()  # none of the call before
 
 
 def test_the_hook_leaves_files_alone_that_ruff_excludes():
