@@ -27,7 +27,7 @@ def dryrun(
     """Build CONFIG as one rank of many and run a step on fake tensors; no GPU is needed."""
     from integration.dryrun import render, start
     from integration.dryrun.request import Request
-    from integration.dryrun.result import complaint, write
+    from integration.dryrun.result import complaint, require_writable, write
     from integration.plan.render import console
 
     request = Request(
@@ -41,6 +41,8 @@ def dryrun(
         started=time.time(),
     )
     job = request.job()
+    if json is not None:
+        require_writable(json)
     found = start.run(request, debug=bool(os.environ.get("INTEGRATION_DEBUG")))
     # A terminal's width; what goes to a file is not folded.
     render.show(job, request, found, console(160))

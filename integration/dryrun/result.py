@@ -1,6 +1,7 @@
 """What a dry run says to a machine, and with which exit code it ends. No torch here."""
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,23 @@ from integration.dryrun import compare
 from integration.dryrun.request import Request
 from integration.errors import UserError
 from integration.job.spec import JobSpec
+
+
+def require_writable(path: Path) -> None:
+    """Refuse a file that cannot be written, before the minutes of a run.
+
+    Raises:
+        UserError: it is read-only or a folder, or its own folder is missing or read-only.
+    """
+    if path.exists():  # /dev/stdout, say, whose folder is read-only
+        good = not path.is_dir() and os.access(path, os.W_OK)
+    else:
+        good = path.parent.is_dir() and os.access(path.parent, os.W_OK)
+    if not good:
+        raise UserError(
+            f"expected a file that can be written for --json, got {path}; nothing was run: make "
+            f"{path.parent} a folder that you can write, or name another file"
+        )
 
 
 def write(path: Path, job: JobSpec, request: Request, found: dict[str, Any]) -> None:

@@ -150,7 +150,7 @@ def _hang(torchrun: subprocess.Popen, logs: Path, timeout: float) -> str:
     stack = text.rpartition("(most recent call first):")[2]
     where = list(dict.fromkeys(FRAME.findall(stack)))[:4]
     at = f", rank 0 in {' < '.join(where)}" if where else ""
-    return f"killed after {timeout:g} s without an end{at}"
+    return f"killed after {timeout:g} s (--timeout) without an end{at}"
 
 
 def _is_rank(pid: int) -> bool:

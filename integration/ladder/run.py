@@ -138,8 +138,19 @@ def run(request: Request) -> bool:
     # A scheduler's stop ends the ranks too, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = Console(width=None if sys.stdout.isatty() else 180)
-    console.print(f"{len(wanted)} rungs, {ranks} rank(s): {path}", markup=False, soft_wrap=True)
-    _climb(ladder, session, wanted, path.parent, request.stop_after, save, console)
+    console.print(f"{len(wanted)} rung(s), {ranks} rank(s): {path}", markup=False, soft_wrap=True)
+    if request.traces and not gpus:
+        console.print("--traces keeps nothing here: traces are of a GPU, and there is none")
+    try:
+        _climb(ladder, session, wanted, path.parent, request.stop_after, save, console)
+    except KeyboardInterrupt:
+        if not path.exists():  # no rung has ended
+            raise
+        raise UserError(
+            f"interrupted; what was measured is kept: go on with the same command and --resume "
+            f"{path}",
+            exit_code=130,
+        ) from None
     save()
     table.show(ladder, wanted, console)
     return _conclude(ladder, wanted, path, request.record, console)

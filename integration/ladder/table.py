@@ -64,7 +64,9 @@ def _rows(ladder: Ladder, wanted: Sequence[Rung]) -> Table:
         for text, row in zip(cells["numbers"], rows, strict=True)
     ]
     shown = {name: column for name, column in cells.items() if any(column)}
-    title = f"{ladder.config} on {ladder.ranks} rank(s), {ladder.tokens_a_step:,} tokens a step"
+    title = f"{ladder.config} on {ladder.ranks} rank(s)"
+    if ladder.tokens_a_step:  # a rung has run
+        title += f", {ladder.tokens_a_step:,} tokens a step"
     table = Table(title=title, title_justify="left")
     table.add_column("rung", min_width=LABEL_WIDTH, overflow="fold")
     for name in shown:

@@ -39,5 +39,10 @@ def test(
         if not run_upstream(names or [], upstream):
             raise typer.Exit(1)
         return
+    if record and not prove:
+        raise UserError(
+            "expected --prove with --record, got --record alone; what it keeps is compared by "
+            "--prove, and nothing was run: add --prove"
+        )
     if not run(names or [], prove=prove, full=full, project=project, record=record):
         raise typer.Exit(1)

@@ -1,5 +1,6 @@
 """The command line itself: quick to answer, and helpful about typing mistakes."""
 
+import re
 import subprocess
 import sys
 import time
@@ -42,6 +43,7 @@ def test_help_answers_at_once_and_without_torch():
         (("train", "leonardo_mini", "--ranks", "6"), "tp 2 = 4 must divide the 6 ranks"),
         (("train", "--without", "cpu_devise"), "did you mean cpu_device?"),
         (("test", "cpu_devise"), "did you mean cpu_device?"),
+        (("test", "cpu_device", "--full", "--record"), "add --prove"),
         (("train", "--data", "/nowhere"), "/nowhere does not exist"),
         (("train", "--port", "70000"), "--port"),
         (("train", "--ranks", "0"), "--ranks"),
@@ -66,6 +68,62 @@ def test_ctrl_c_is_answered_in_a_word():
     assert (answer.returncode, answer.stderr) == (130, "interrupted\n")
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (PermissionError(13, "Permission denied", "/x/y"), r"/x/y, found: Permission denied"),
+        (PermissionError(1, "Operation not permitted", "/x/y"), "accessible"),
+        (OSError(30, "Read-only file system", "/x/y"), "/x/y, found: Read-only .*for writing"),
+        (OSError(28, "No space left on device", "/x/y"), "/x/y, found: No space .*free some space"),
+        (OSError(122, "Disk quota exceeded"), "a file, found: Disk quota .*INTEGRATION_OUTPUTS"),
+        (FileNotFoundError(2, "No such file or directory", "/x/y"), None),  # a mistake of ours
+        (PermissionError(1, "Operation not permitted"), None),  # of a signal, say
+    ],
+)
+def test_what_the_machine_refuses_is_one_sentence(error, told, monkeypatch, capsys):
+    from integration import cli
+
+    def load() -> None:
+        raise error
+
+    monkeypatch.setattr("integration.patchset.repository.load", load)
+    monkeypatch.setenv("INTEGRATION_DEBUG", "")
+    if told is None:
+        with pytest.raises(OSError, match=re.escape(str(error))):
+            cli.main(["patches", "list"])
+        return
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["patches", "list"])
+    assert stop.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(f"error: .*{told}", line)
+    with pytest.raises(OSError, match=re.escape(str(error))):
+        cli.main(["patches", "list", "--debug"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        ("train mini --training.steps 2", "train mini -- --training.steps 2"),
+        (
+            "ladder --a.no-b --training.steps=2 mini --ranks 2",
+            "ladder mini --ranks 2 -- --a.no-b --training.steps=2",
+        ),
+        ("launch --a.b 1 --dry -- --c.d 2", "launch --dry -- --a.b 1 --c.d 2"),
+    ],
+)
+def test_a_forgotten_separator_is_told_with_the_command(arguments, command, monkeypatch, capsys):
+    from integration import cli
+
+    monkeypatch.setenv("INTEGRATION_DEBUG", "")
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments.split())
+    assert stop.value.code == 2
+    told = capsys.readouterr().err
+    assert "options come after `--`" in told
+    assert told.endswith(f"nothing was run: integration {command}\n")
+
+
 def test_debug_shows_the_trace():
     answer = _run("train", "mimi", "--debug")
     assert "Traceback" in answer.stderr
@@ -81,3 +139,15 @@ def test_titan_options_are_kept_apart(monkeypatch):
     assert seen["request"].config == "mini"
     assert seen["request"].resume
     assert seen["request"].options == ("--training.steps", "5")
+    with pytest.raises(SystemExit):
+        cli.main(["train"])
+    assert seen["request"].options == ()  # none of the call before
+
+
+def test_the_hook_leaves_files_alone_that_ruff_excludes():
+    hooks = (REPO / ".pre-commit-config.yaml").read_text()
+    (format_,) = re.findall(r"entry: \S+/ruff (format.*)", hooks)
+    files = sorted((REPO / "torchtitan_contrib").rglob("*.py"))
+    line = [sys.executable, "-m", "ruff", *format_.split(), "--check", *map(str, files)]
+    answer = subprocess.run(line, cwd=REPO, capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stdout

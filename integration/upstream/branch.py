@@ -89,6 +89,11 @@ def make(clone: Path, name: str, base: str | None) -> Branch:
     return Branch(name, start, commit, there, tuple(files.split("\0")[:-1]))
 
 
+def remove(clone: Path, branch: Branch) -> None:
+    """Remove what ``make`` has made, unless somebody has committed to it since."""
+    git.attempt(["update-ref", "-d", f"refs/heads/{branch.name}", branch.commit], clone)
+
+
 def _resolve(clone: Path, package: str, base: str | None) -> str:
     tried = [base] if base else ["refs/heads/main", "refs/remotes/origin/main"]
     for revision in tried:
@@ -155,17 +160,24 @@ def lint(clone: Path, branch: Branch) -> list[Linted]:
     with TemporaryDirectory(prefix="integration-") as temporary:
         tree = Path(temporary) / "tree"
         added = ["worktree", "add", "--quiet", "--detach", "--force", str(tree), branch.commit]
-        done = git.attempt(added, clone)
-        if done.code:  # a partial clone, no space: the branch is there all the same
-            git.attempt(["worktree", "prune"], clone)
-            return [Linted("git worktree add", None, done.err)]
         try:
+            done = git.attempt(added, clone)
+            if done.code:  # a partial clone, no space: the branch is there all the same
+                return [Linted("git worktree add", None, done.err)]
             python = [f for f in branch.files if f.endswith((".py", ".pyi"))]
             there = [f for f in branch.files if (tree / f).is_file()]
             python = [f for f in python if f in there]
             return [_run(tree, *line) for line in _linters(tree, there, python)]
         finally:
-            git.attempt(["worktree", "remove", "--force", str(tree)], clone)
+            _forget(clone, tree)
+
+
+def _forget(clone: Path, tree: Path) -> None:
+    """Remove a worktree, also one that is half made: its ``add`` has left it locked."""
+    if git.attempt(["worktree", "remove", "--force", "--force", str(tree)], clone).code:
+        shutil.rmtree(tree, ignore_errors=True)
+        git.attempt(["worktree", "unlock", str(tree)], clone)
+        git.attempt(["worktree", "prune"], clone)
 
 
 def _linters(

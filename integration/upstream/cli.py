@@ -1,5 +1,7 @@
 """``integration patches drift|rebase|drop|pr``. What they need is imported when they run."""
 
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +15,27 @@ Names = Annotated[
     list[str] | None,
     typer.Argument(metavar="[NAME]...", help="Contributions; all when none is named."),
 ]
+
+
+@contextmanager
+def _telling(words: str) -> Generator[Callable[[str], None], None, None]:
+    """Show the step under way on stderr; the function yielded names the next one.
+
+    On a terminal it is a moving line that goes away; elsewhere each step is a line.
+    """
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with console.status("") as status:
+
+        def tell(words: str) -> None:
+            if console.is_terminal:
+                status.update(words)
+            else:
+                console.print(words, markup=False, highlight=False, soft_wrap=True)
+
+        tell(words)
+        yield tell
 
 
 def drift(
@@ -33,8 +56,6 @@ def drift(
     import json
     from dataclasses import asdict, replace
 
-    from rich.console import Console
-
     from integration.errors import UserError
     from integration.patchset import pins as pins_module
     from integration.patchset import repository
@@ -47,11 +68,11 @@ def drift(
     drifts = module.drift(contributions, others)
     if run_drop_when:
         mine = {c.name: c for c in contributions}
-        with Console(stderr=True).status("Installing into a throwaway environment") as status:
+        with _telling("Installing into a throwaway environment") as tell:
             try:
                 with dropwhen.environment(others, pins) as python:
                     for place, d in enumerate(drifts):
-                        status.update(f"Drop-when of {d.name}, {place + 1} of {len(drifts)}")
+                        tell(f"Drop-when of {d.name}, {place + 1} of {len(drifts)}")
                         outcome = dropwhen.run(mine[d.name], str(python))
                         drifts[place] = replace(d, drop_when=dropwhen.words(outcome))
             except UserError as error:
@@ -183,11 +204,9 @@ evidence  of a changed patch is stale: measure again, in commits of its own"""
 
 def drop(name: str) -> None:
     """Let NAME go: only when its Drop-when test passes on the unpatched pin."""
-    from rich.console import Console
-
     from integration.upstream.drop import drop as run_drop
 
-    with Console(stderr=True).status(f"Running the Drop-when test of {name}"):
+    with _telling(f"Running the Drop-when test of {name}"):
         file = run_drop(name)
     print(f"{name}: upstream no longer needs it; recorded in {file}")
     _show_naming(name)
@@ -208,12 +227,10 @@ def pr(
     """Prepare NAME as a pull request: a branch in DIR, and pr.md. A person submits it."""
     import shlex
 
-    from rich.console import Console
-
     from integration.upstream.pr import prepare
 
-    with Console(stderr=True).status(f"Making the branch {name}, then its linters and tests"):
-        prepared = prepare(name, checkout, base, test=test)
+    with _telling(f"Making the branch {name}") as tell:
+        prepared = prepare(name, checkout, base, test=test, tell=tell)
     branch = prepared.branch
     path = shlex.quote(str(checkout))
     print(f"branch    {branch.name} of {checkout}: on {branch.base[:12]}")

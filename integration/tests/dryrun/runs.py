@@ -49,5 +49,5 @@ def dryrun(folder: Path, *arguments: str) -> Ended:
     result = folder / "dryrun.json"
     line = [sys.executable, "-m", "integration", "dryrun", *arguments, "--json", str(result)]
     ended = subprocess.run(line, cwd=REPO, capture_output=True, text=True)
-    found = json.loads(result.read_text()) if result.exists() else {}
+    found = json.loads(result.read_text()) if result.is_file() else {}
     return Ended(ended.returncode, ended.stdout, ended.stderr, found)

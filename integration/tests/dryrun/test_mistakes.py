@@ -39,6 +39,17 @@ def test_a_mistake_is_one_sentence(arguments, words, tmp_path):
     assert not ended.found
 
 
+@pytest.mark.parametrize("missing", [True, False])
+def test_a_file_that_cannot_be_written_is_refused_before_the_run(missing, tmp_path):
+    folder = tmp_path / "none"
+    if not missing:
+        (folder / "dryrun.json").mkdir(parents=True)
+    ended = dryrun(folder, "slice", "--placements")
+    assert ended.code == 2
+    assert "expected a file that can be written for --json, got" in ended.stderr
+    assert not ended.stdout  # no table: nothing was run
+
+
 def test_a_step_that_stopped_is_said_and_fails():
     checks = [{"name": "RoPE stored once", "broken": "", "why_not": ""}]
     error = complaint({"refused": "the fake step ended with code 1: why", "checks": checks})

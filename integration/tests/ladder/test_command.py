@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from integration.cli import main
 from integration.ladder import cli, run
 from integration.paths import REPO
+from integration.tests.ladder.made import measured
 
 
 def _run(*arguments: str, **env: str) -> subprocess.CompletedProcess:
@@ -47,6 +49,33 @@ def test_a_mistake_is_answered_in_words_and_with_an_exit_code(arguments, hint):
     assert answer.returncode != 0
     assert hint in answer.stderr
     assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_ctrl_c_says_how_to_go_on(after, tmp_path, monkeypatch, capsys):
+    rungs = iter(range(after))
+
+    def measure(*arguments: object) -> dict:
+        if next(rungs, None) is None:
+            raise KeyboardInterrupt
+        return measured()
+
+    monkeypatch.setattr(run, "measure", measure)
+    monkeypatch.setattr(run.machine, "gpu_count", lambda: 0)
+    monkeypatch.setattr(run.signal, "signal", lambda *arguments: None)
+    monkeypatch.setenv("INTEGRATION_OUTPUTS", str(tmp_path))
+    monkeypatch.setenv("INTEGRATION_DEBUG", "")
+    with pytest.raises(SystemExit) as stop:
+        main(["ladder", "mini", "--only", "full", "--rounds", "2", "--traces"])
+    told = capsys.readouterr()
+    assert stop.value.code == 130
+    if after:
+        (file,) = tmp_path.rglob("ladder.json")
+        assert told.err.endswith(f"with the same command and --resume {file}\n")
+    else:
+        assert told.err == "interrupted\n"
+    assert "1 rung(s), 2 rank(s)" in told.out
+    assert "--traces keeps nothing here" in told.out
 
 
 @pytest.mark.timeout(600)

@@ -43,11 +43,21 @@ def _line(text: str, start: str) -> str:
     return next(line for line in text.splitlines() if line.strip("│ ").startswith(start))
 
 
+def _unpadded(text: str) -> str:
+    return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+
+
 def test_a_row_has_its_figures_and_its_verdict(ladder):
     line = _line(_printed(ladder), "+ changing")
     for cell in ("512", "1.000", "1.000-1.000", "0.100", "0.500", "0.200", "9.0"):
         assert f" {cell} " in line
     assert "changes as declared" in line
+
+
+def test_tokens_a_step_are_told_once_a_rung_has_run(ladder):
+    assert "mini on 2 rank(s), 1,024 tokens a step\n" in _unpadded(_printed(ladder))
+    ladder.tokens_a_step = 0
+    assert "mini on 2 rank(s)\n" in _unpadded(_printed(ladder))
 
 
 def test_reasons_stand_below_the_table(ladder):

@@ -50,6 +50,7 @@ def test_dropped(three: House, run) -> None:  # noqa: F811
     digest = three.get("two").sha256
     ran = run("patches", "drop", "two")
     assert (ran.code, ran.out.startswith("two: upstream no longer needs it")) == (0, True), ran.err
+    assert ran.err == "Running the Drop-when test of two\n"
     assert "still naming two: order.py\n" in ran.out
     assert [c.name for c in repository.load()] == ["one", "last"]
     assert three.series().read_text() == "one\nlast\n"

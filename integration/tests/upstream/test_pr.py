@@ -3,17 +3,19 @@
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from expecttest import assert_expected_inline
 
 from integration.errors import UserError
-from integration.patchset import pins
+from integration.patchset import git, pins
 from integration.proof.suite import Outcome
 from integration.tests.patchset.conftest import LINES, House, line, tree, user_git
 from integration.tests.patchset.test_cli import run  # noqa: F401 - a fixture
-from integration.upstream import branch, text
+from integration.upstream import branch, pr, text
 from integration.upstream.branch import Branch, Linted
 from integration.upstream.rules import RULES
 
@@ -251,8 +253,51 @@ Machine: gpu none, cores 2. torch 1.0
 def test_the_verb(full: House, clone: Path, run) -> None:  # noqa: F811
     ran = run("patches", "pr", "two", "--checkout", str(clone), "--no-test")
     assert ran.code == 0, ran.err
+    assert ran.err == "Making the branch two\nRunning the linters of the clone on two\n"
     assert "branch    two of " in ran.out
     assert "--reset-author" in ran.out
     file = Path(ran.out.partition("text      ")[2].splitlines()[0])
     assert "run them, and say what they printed" in file.read_text()
     assert "- [ ] they fail without the change" in file.read_text()
+
+
+@pytest.mark.parametrize("at", ["worktree", "linter", "tests"])
+def test_ctrl_c_takes_the_branch_away_again(
+    full: House,
+    clone: Path,
+    run,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    at: str,
+) -> None:
+    before = state(clone)
+    attempt = git.attempt
+
+    def interrupt(*arguments: object, **options: object) -> None:
+        assert user_git(clone, "branch", "--list", "two")
+        raise KeyboardInterrupt
+
+    def killed_while_adding(arguments: Sequence[str], directory: Path, **options: Any) -> Any:
+        done = attempt(arguments, directory, **options)
+        if arguments[:2] == ["worktree", "add"]:  # git locks it until it is complete
+            attempt(["worktree", "lock", "--reason", "initializing", arguments[-2]], directory)
+            (Path(arguments[-2]) / ".git").unlink()
+            interrupt()
+        return done
+
+    with monkeypatch.context() as patched:
+        if at == "worktree":
+            patched.setattr(git, "attempt", killed_while_adding)
+        elif at == "linter":
+            patched.setattr(branch, "_run", interrupt)
+        else:
+            patched.setattr(pr, "run_pytest", interrupt)
+        assert run("patches", "pr", "two", "--checkout", str(clone)).code == 130
+    assert state(clone) == before
+    assert run("patches", "pr", "two", "--checkout", str(clone), "--no-test").code == 0
+
+
+def test_a_branch_that_went_on_is_not_taken_away(full: House, clone: Path) -> None:
+    made = branch.make(clone, "two", None)
+    user_git(clone, "update-ref", "refs/heads/two", "main")
+    branch.remove(clone, made)
+    assert user_git(clone, "rev-parse", "two") == user_git(clone, "rev-parse", "main")
