@@ -1,6 +1,6 @@
 """``python -m integration VERB …``, the same command as the console script ``integration``."""
 
-from integration.cli import main
+from integration.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from integration import paths
-from integration.errors import UserError
-from integration.patchset.effect import FORMS, PAIRS
+from integration.evidence.effect import FORMS, PAIRS
+from integration.ground import paths
+from integration.ground.errors import UserError
 from integration.patchset.patch import Contribution
 
 _HERE = Path(__file__).parent

@@ -1,14 +1,13 @@
 """``integration bench --list`` and ``--install-peers``."""
 
-import sys
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from integration.bench import peers as installed
 from integration.bench.catalog import benches, peers
-from integration.errors import UserError, nearest
+from integration.ground import terminal
+from integration.ground.errors import UserError, nearest
 from integration.patchset import repository
 
 
@@ -30,7 +29,7 @@ def show(folder: Path) -> None:
             ", ".join(p.package for p in peers() if p.bench == c.name),
             " ".join(f for f in files if not f.startswith("parity-")),
         )
-    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+    console = terminal.console(200)
     console.print(table)
     for peer in peers():
         console.print(

@@ -10,17 +10,15 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from rich.console import Console
-
-from integration import paths
 from integration.bench import peers as installed
 from integration.bench.catalog import Bench, Peer, default_peers, find, peers
 from integration.bench.table import table
-from integration.errors import UserError
-from integration.job.machine import gpu_count
+from integration.evidence import record as evidence
+from integration.ground import files, paths, terminal
+from integration.ground.errors import UserError
+from integration.ground.machine import gpu_count
 from integration.patchset import overlay, repository
 from integration.patchset.patch import Contribution
-from integration.proof import evidence
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +159,7 @@ def _show(contribution: Contribution, bench: Bench, request: Request, results: d
     told = ["integration bench", bench.name, *["--smoke"] * request.smoke]
     told += ["--", shlex.join(request.options)] if request.options else []
     record = evidence.record(contribution, " ".join(told), results)
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = terminal.console(160)
     console.print(f"[bold]{bench.name}[/]: {bench.what}", soft_wrap=True)
     console.print(table(results, bench.columns))
     machine = record["machine"]
@@ -180,7 +178,8 @@ def _show(contribution: Contribution, bench: Bench, request: Request, results: d
         return
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     file = paths.outputs_dir() / "bench" / f"{bench.name}-{stamp}.json"
-    evidence.write_json(file, record)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    files.write_json(file, record, indent=1)
     console.print(f"figures: {file}", soft_wrap=True)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from integration.patchset.effect import FORMS
+from integration.evidence.effect import FORMS
 
 
 def table(results: Any, columns: Mapping[str, str]) -> Table:

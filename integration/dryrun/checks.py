@@ -9,7 +9,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from integration.dryrun import causes, muon_plan, placements
 from integration.dryrun.recorder import Recorder
-from integration.job.spec import JobSpec
+from integration.jobs.spec import JobSpec
 
 EXPERT = "routed_experts"
 

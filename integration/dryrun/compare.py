@@ -6,9 +6,9 @@ from math import prod
 from typing import Any
 
 from integration.dryrun import causes
-from integration.job.spec import JobSpec
+from integration.jobs.cluster import load
+from integration.jobs.spec import JobSpec
 from integration.plan import memory, traffic
-from integration.plan.cluster import load
 from integration.plan.levers import Levers
 from integration.plan.params import Place, held
 

@@ -7,7 +7,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import _StageMeta, extract_tensor_metas
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from integration.job.spec import JobSpec
+from integration.jobs.spec import JobSpec
 
 
 def describe_stages(schedule: PipelineScheduleSingle, job: JobSpec) -> None:

@@ -10,8 +10,8 @@ from rich.table import Table
 from integration.dryrun import causes, compare
 from integration.dryrun.compare import Pair
 from integration.dryrun.request import Request
-from integration.job.spec import JobSpec
-from integration.plan.cluster import GIB
+from integration.ground.units import GIB
+from integration.jobs.spec import JobSpec
 from integration.plan.render import GIGA
 
 MIB = 2**20

@@ -4,9 +4,9 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from integration.errors import UserError
-from integration.job import catalog
-from integration.job.spec import JobSpec
+from integration.ground.errors import UserError
+from integration.jobs import catalog
+from integration.jobs.spec import JobSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 from integration.dryrun import compare
 from integration.dryrun.request import Request
-from integration.errors import UserError
-from integration.job.spec import JobSpec
+from integration.ground.errors import UserError
+from integration.jobs.spec import JobSpec
 
 
 def require_writable(path: Path) -> None:

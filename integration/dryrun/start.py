@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from integration.dryrun.request import Request
-from integration.errors import UserError
-from integration.job import start
+from integration.ground.errors import UserError
+from integration.ground.paths import REPO
 from integration.patchset import overlay
 from integration.patchset.overlay import Overlay
-from integration.paths import REPO
+from integration.train import start
 
 LOG_LINES = 12
 

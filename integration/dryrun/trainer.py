@@ -21,9 +21,9 @@ from torchtitan.trainer import Trainer
 
 from integration.dryrun import overrides
 from integration.dryrun.pipeline import describe_stages
-from integration.job.host_check import checked
-from integration.job.spec import JobSpec
-from integration.job.trainer_config import trainer_config
+from integration.jobs.spec import JobSpec
+from integration.ranks.host_check import checked
+from integration.ranks.trainer_config import trainer_config
 
 AXES = ("pp", "dp_replicate", "dp_shard", "efsdp", "ep", "tp", "loss")
 

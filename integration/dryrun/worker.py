@@ -4,8 +4,6 @@ It runs on the overlay of the set that was asked for, and writes what it found a
 placements, then, over them, all.
 """
 
-import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +15,8 @@ from integration.dryrun import checks, memory, muon_plan, placements
 from integration.dryrun.recorder import Recorder
 from integration.dryrun.request import Request
 from integration.dryrun.trainer import DryTrainer
-from integration.job.machine import peak_resident_set
+from integration.ground import files
+from integration.ground.machine import peak_resident_set
 
 
 class _EnoughError(BaseException):
@@ -37,9 +36,7 @@ def main(request_file: str, result_file: str) -> None:
             "processor_seconds": time.process_time(),
             "peak_host_bytes": peak_resident_set(),
         }
-        beside = result.with_suffix(".part")
-        beside.write_text(json.dumps(found))
-        os.replace(beside, result)
+        files.write_json(result, found)
 
     def parallelised(parts: Sequence) -> None:
         found["placements"] = placements.rows(parts)

@@ -6,9 +6,9 @@ The job itself knows nothing of this: what is off costs nothing.
 from collections.abc import Callable
 from dataclasses import fields
 
-from integration.job import catalog
-from integration.job import config_registry as job_registry
+from integration.jobs import catalog
 from integration.ladder.probe import MeasuredTrainer
+from integration.ranks import config_registry as job_registry
 
 
 def __getattr__(name: str) -> Callable[[], MeasuredTrainer.Config]:

@@ -4,12 +4,11 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from integration.ladder import snapshot
+from integration.evidence import snapshot, trace
+from integration.ground.files import replace_all
 from integration.ladder.layout import KEPT_SNAPSHOT, KEPT_TRACE
 from integration.ladder.result import Ladder
 from integration.ladder.rungs import SETS, Rung
-from integration.patchset.atomic import replace_all
-from integration.report import trace
 
 
 def keep(ladder: Ladder, wanted: Sequence[Rung], traces: Path, folder: Path) -> list[Path]:

@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from integration.job import launch, machine
-from integration.job.failure import diagnose, rank_folder
-from integration.job.run import Job, Run
+from integration.ground import machine
+from integration.ground.paths import cache_dir
 from integration.ladder.layout import (
     KEPT_SNAPSHOT,
     KEPT_TRACE,
@@ -28,7 +27,9 @@ from integration.ladder.layout import (
 )
 from integration.ladder.rungs import Rung
 from integration.patchset import overlay
-from integration.paths import cache_dir
+from integration.train import launch
+from integration.train.failure import diagnose, rank_folder
+from integration.train.run import Job, Run
 
 # A killed process's memory, the GPU's above all, is free once the process is gone.
 GONE_SECONDS = 30

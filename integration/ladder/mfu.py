@@ -1,7 +1,8 @@
 """Model FLOP utilisation of a rung, by the plan's count of FLOP. No torch."""
 
-from integration.job.spec import JobSpec
-from integration.plan import cluster, step_time
+from integration.jobs import cluster
+from integration.jobs.spec import JobSpec
+from integration.plan import step_time
 
 
 def peak_flops(machine: dict[str, str | int]) -> float | None:

@@ -7,7 +7,7 @@ activation offload, Newton-Schulz on the GPU, async unshard.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from integration.job.spec import JobSpec
+from integration.jobs.spec import JobSpec
 from integration.patchset import repository
 from integration.patchset.patch import Contribution
 
@@ -97,7 +97,7 @@ def changes(contribution: Contribution, place: Place) -> str:
     """Return why ``contribution`` may change this job's numbers, or nothing if it must not.
 
     Its own reason stands in its header. Two more change nothing in a job that stays as it is, but
-    this job uses them as soon as they are in the set (``integration/job/contributed.py``).
+    this job uses them as soon as they are in the set (``integration/ranks/contributed.py``).
     """
     numerics = " ".join(contribution.values("Numerics"))
     if numerics != "bitwise":

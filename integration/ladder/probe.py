@@ -15,8 +15,6 @@ slows each allocation and takes memory of the host, so all figures are those bef
 """
 
 import faulthandler
-import json
-import os
 import pickle
 import signal
 import time
@@ -35,11 +33,12 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.tools.utils import device_type
 
-from integration.job.contributed import find
-from integration.job.machine import peak_resident_set
-from integration.job.trainer import JobTrainer
+from integration.ground import files
+from integration.ground.machine import peak_resident_set
 from integration.ladder.layout import RESULT_FILE, SNAPSHOT_FILE, TRACE_FILE
 from integration.ladder.trace import exposed
+from integration.ranks.contributed import find
+from integration.ranks.trainer import JobTrainer
 
 PHASES = ("forward_s", "backward_s", "optimizer_s")
 # Of some kB of the host's memory each. A step has some ten thousand; older ones would be dropped.
@@ -242,10 +241,7 @@ class MeasuredTrainer(JobTrainer):
         }
 
     def _write(self) -> None:
-        path = Path(self.config.dump_folder) / RESULT_FILE
-        beside = path.with_suffix(".part")
-        beside.write_text(json.dumps(self._figures) + "\n")
-        os.replace(beside, path)
+        files.write_json(Path(self.config.dump_folder) / RESULT_FILE, self._figures)
 
 
 @contextmanager

@@ -4,14 +4,14 @@ No torch here. The file's keys are the fields below; ``integration report`` read
 """
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from integration.errors import UserError
+from integration.ground import files
+from integration.ground.errors import UserError
 from integration.ladder import numbers, rungs
 from integration.ladder.order import Place, changes
 from integration.ladder.rungs import Rung
@@ -188,9 +188,7 @@ class Ladder:
     def save(self, path: Path) -> None:
         """Write beside and rename: a killed session keeps all rows before."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_suffix(".part")
-        beside.write_bytes(self.packed())
-        os.replace(beside, path)
+        files.write(path, self.packed())
 
     @classmethod
     def load(cls, path: Path) -> "Ladder":

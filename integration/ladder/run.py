@@ -1,7 +1,6 @@
 """``integration ladder``: climb it, in rounds, save after each rung, print the table. No torch."""
 
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,11 +11,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from integration.errors import UserError
-from integration.job import catalog, machine
-from integration.job import data as job_data
-from integration.job.run import Job
-from integration.job.start import choose_ranks
+from integration.data import source as job_data
+from integration.evidence import record as evidence
+from integration.ground import machine, terminal
+from integration.ground.errors import UserError
+from integration.ground.paths import REPO, outputs_dir
+from integration.jobs import catalog
 from integration.ladder import numbers, rungs, table
 from integration.ladder.keep import keep
 from integration.ladder.measure import RungFailedError, Session, measure
@@ -25,8 +25,8 @@ from integration.ladder.order import Place
 from integration.ladder.result import Ladder
 from integration.ladder.rungs import Only, Rung
 from integration.patchset import repository
-from integration.paths import REPO, outputs_dir
-from integration.proof import evidence
+from integration.train.run import Job
+from integration.train.start import choose_ranks
 
 TRACES = "traces"
 EVIDENCE = REPO / "integration" / "evidence"
@@ -137,7 +137,7 @@ def run(request: Request) -> bool:
 
     # A scheduler's stop ends the ranks too, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    console = Console(width=None if sys.stdout.isatty() else 180)
+    console = terminal.console(180)
     console.print(f"{len(wanted)} rung(s), {ranks} rank(s): {path}", markup=False, soft_wrap=True)
     if request.traces and not gpus:
         console.print("--traces keeps nothing here: traces are of a GPU, and there is none")

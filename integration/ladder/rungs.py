@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from integration.errors import UserError
+from integration.ground.errors import UserError
 from integration.ladder import order
 from integration.ladder.order import Place
 from integration.patchset import repository

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from integration.ground.units import gib
 from integration.ladder import numbers
 from integration.ladder.result import PUBLISHED, PUBLISHED_WHERE, Ladder, Row
 from integration.ladder.rungs import Rung
 
-GIB = 2**30
 LABEL_WIDTH = 34
 
 
@@ -128,7 +128,7 @@ def _seconds(value: float | None) -> str:
 
 
 def _gib(value: int | None) -> str:
-    return "" if value is None else f"{value / GIB:.2f}"
+    return "" if value is None else gib(value)
 
 
 def _count(value: int | None) -> str:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from integration.errors import UserError
+from integration.ground.errors import UserError
+from integration.ground.files import replace_all
 from integration.patchset import exchange, git, graft, repository, scratch
 from integration.patchset import pins as pins_module
-from integration.patchset.atomic import replace_all
 from integration.patchset.patch import Contribution
 from integration.patchset.pins import Pin, sha256
 

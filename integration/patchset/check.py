@@ -1,4 +1,4 @@
-"""Prove, for the whole repository, that every patch stands alone and all stand together."""
+"""Prove that every patch stands alone and that all of them stand together."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -6,15 +6,14 @@ from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from integration import paths
-from integration.errors import UserError
-from integration.patchset import exchange, readme, repository, scratch
+from integration.ground import paths
+from integration.ground.errors import UserError
+from integration.patchset import exchange, repository, scratch
 from integration.patchset import pins as pins_module
 from integration.patchset.finding import Finding
 from integration.patchset.lint import lint
 from integration.patchset.patch import Contribution, pristine_paths
 from integration.patchset.pins import Pin, sha256
-from integration.patchset.stale import stale
 
 
 def check(root: Path | None = None) -> list[Finding]:
@@ -24,9 +23,7 @@ def check(root: Path | None = None) -> list[Finding]:
     - the touched pristine files are those of ``pins.toml``;
     - each patch applies on the pin with what it requires, every pair applies in both orders with
       the same result, the full set applies, and comes off again;
-    - ``export(import(p)) == p`` byte for byte, for every patch p;
-    - the README's table is the patches' own, its figures the evidence's;
-    - evidence, of one patch or of a set, was measured on the patches as they are.
+    - ``export(import(p)) == p`` byte for byte, for every patch p.
     """
     root = root or paths.REPO
     pins = pins_module.load(root)
@@ -38,9 +35,6 @@ def check(root: Path | None = None) -> list[Finding]:
         for _, name in repository.read_series(root / "patches" / upstream / "series")
     ]
     findings += lint(contributions, pins, listed)
-    if complete:
-        findings += readme.stale(contributions, root)
-        findings += stale(root, contributions)
     usable = _closed(contributions)
     for upstream, pin in pins.items():
         mine = [c for c in contributions if c.upstream == upstream]

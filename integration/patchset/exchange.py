@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from integration.errors import UserError, nearest
+from integration.ground.errors import UserError, nearest
 from integration.patchset import git, scratch
 from integration.patchset.patch import Contribution, split_trailers, without_requirements
 

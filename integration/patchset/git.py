@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from integration.errors import UserError
+from integration.ground.errors import UserError
 
 NAME = "Patch-set maintainers"
 EMAIL = "maintainers@users.noreply.example"

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 
-from integration.errors import nearest
+from integration.ground.errors import nearest
 from integration.patchset.finding import Finding
 from integration.patchset.patch import Contribution, Trailer
 from integration.patchset.pins import Pin

@@ -22,8 +22,8 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from integration import paths
-from integration.errors import UserError
+from integration.ground import paths
+from integration.ground.errors import UserError
 from integration.patchset import git, repository
 from integration.patchset import pins as pins_module
 from integration.patchset.patch import Contribution, pristine_paths

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from integration import paths
-from integration.errors import UserError, nearest
+from integration.ground import paths
+from integration.ground.errors import UserError, nearest
 
 _KEYS = ("package", "version", "repository", "tag", "commit")
 

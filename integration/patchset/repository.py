@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from integration import paths
-from integration.errors import UserError, nearest
+from integration.ground import paths
+from integration.ground.errors import UserError, nearest
 from integration.patchset import pins as pins_module
 from integration.patchset.finding import Finding
 from integration.patchset.patch import Contribution, MalformedPatchError, parse

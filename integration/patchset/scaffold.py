@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from integration import paths
-from integration.errors import UserError, nearest
+from integration.ground import paths
+from integration.ground.errors import UserError, nearest
 from integration.patchset import pins as pins_module
 from integration.patchset import repository
 from integration.patchset.exchange import MARK

@@ -5,7 +5,7 @@ hidden, ``k`` experts a token, ``f`` expert hidden; bf16 is 2 B, fp32 4 B. Routi
 balanced: as many tokens arrive at a rank's experts as leave it.
 """
 
-from integration.job.spec import JobSpec
+from integration.jobs.spec import JobSpec
 from integration.plan.levers import Levers
 
 BF16, FP32 = 2, 4

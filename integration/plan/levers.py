@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
-from integration.errors import UserError, nearest
-from integration.job.spec import JobSpec
+from integration.ground.errors import UserError, nearest
+from integration.jobs.spec import JobSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
-from integration.job.spec import JobSpec
+from integration.ground.units import GIB
+from integration.jobs.cluster import Cluster
+from integration.jobs.spec import JobSpec
 from integration.plan import activations, muon
 from integration.plan.activations import BF16, FP32
-from integration.plan.cluster import GIB, Cluster
 from integration.plan.levers import Levers, uses_muon
 from integration.plan.params import (
     Held,

@@ -3,8 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from integration.job.spec import JobSpec
-from integration.plan.cluster import Cluster
+from integration.jobs.cluster import Cluster
+from integration.jobs.spec import JobSpec
 from integration.plan.levers import Levers, uses_muon
 from integration.plan.params import Place, gathered_numel, held, kinds
 

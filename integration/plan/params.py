@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from integration.job.spec import JobSpec
+from integration.jobs.spec import JobSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

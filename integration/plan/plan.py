@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
-from integration.errors import UserError
-from integration.job.spec import JobSpec
+from integration.ground.errors import UserError
+from integration.ground.units import GIB
+from integration.jobs.cluster import Cluster
+from integration.jobs.spec import JobSpec
 from integration.plan import memory, step_time, topology, traffic
-from integration.plan.cluster import GIB, Cluster
 from integration.plan.levers import Levers
 from integration.plan.memory import RankMemory
 from integration.plan.step_time import StepTime

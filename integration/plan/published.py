@@ -6,9 +6,9 @@ tokens/s a GPU).
 
 from dataclasses import dataclass, replace
 
+from integration.ground.units import GIB
 from integration.plan import muon, step_time, traffic
 from integration.plan.activations import boundary_bytes
-from integration.plan.cluster import GIB
 from integration.plan.levers import Levers
 from integration.plan.memory import rope_bytes
 from integration.plan.plan import Plan, make

@@ -1,21 +1,14 @@
 """The plan as tables on the terminal."""
 
-import sys
-
 from rich.console import Console
 from rich.table import Table
 
+from integration.ground.units import GIB
 from integration.plan import traffic
-from integration.plan.cluster import GIB
 from integration.plan.plan import Change, Plan
 from integration.plan.published import Figure
 
 GIGA = 1e9
-
-
-def console(width: int | None = None) -> Console:
-    # What goes to a file has no width of its own, and must not be folded.
-    return Console(width=width or (None if sys.stdout.isatty() else 120), highlight=False)
 
 
 def show(

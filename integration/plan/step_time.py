@@ -8,10 +8,10 @@ copy out like a pipeline: what does not rule is hidden but for one layer of it.
 
 from dataclasses import dataclass
 
-from integration.job.spec import JobSpec
+from integration.jobs.cluster import Cluster
+from integration.jobs.spec import JobSpec
 from integration.plan import activations, muon, traffic
 from integration.plan.activations import BF16, FP32
-from integration.plan.cluster import Cluster
 from integration.plan.levers import Levers, uses_muon
 from integration.plan.memory import layer_gathered
 from integration.plan.params import Place, held, layers_of_stage

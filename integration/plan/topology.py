@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from integration.job.spec import JobSpec
-from integration.plan.cluster import Cluster
+from integration.jobs.cluster import Cluster
+from integration.jobs.spec import JobSpec
 
 # Axes with traffic in every layer that nothing hides: they belong inside a node.
 CHATTY = ("tp", "ep")

@@ -8,10 +8,10 @@ weights and gradients.
 from collections import defaultdict
 from dataclasses import dataclass
 
-from integration.job.spec import JobSpec
+from integration.jobs.cluster import Cluster
+from integration.jobs.spec import JobSpec
 from integration.plan import activations, muon
 from integration.plan.activations import BF16, FP32
-from integration.plan.cluster import Cluster
 from integration.plan.levers import Levers, uses_muon
 from integration.plan.memory import gathered_bytes, offloads
 from integration.plan.params import Kind, Place, counts, held, kinds, layers_of_stage

@@ -10,11 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from integration.job import data, launch, machine, summary
-from integration.job.run import Job, Run
+from integration.data import source as data
+from integration.evidence import record as evidence
+from integration.ground import machine
 from integration.patchset import overlay
 from integration.patchset.patch import Contribution
-from integration.proof import evidence
+from integration.train import launch, summary
+from integration.train.run import Job, Run
 
 # AdamW, as the set without ``flex_shard_muon`` has nothing else.
 CONFIG = "mini_adamw"

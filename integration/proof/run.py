@@ -1,6 +1,5 @@
 """``integration test``: run the planned suites side by side, then one table and one line."""
 
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -9,16 +8,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from integration.job.machine import cores
+from integration.evidence.check import check
+from integration.ground import terminal
+from integration.ground.machine import cores
+from integration.ground.paths import REPO
 from integration.patchset import overlay, repository
-from integration.patchset.check import check
-from integration.paths import REPO
 from integration.proof import parity
 from integration.proof import table as table_module
 from integration.proof.parity import Parity
 from integration.proof.stages import Stage, Suite, plan
-from integration.proof.suite import merge_reports, run_pytest
 from integration.proof.verdict import Verdict, closing_line
+from integration.testing.suite import merge_reports, run_pytest
 
 REPORTS = REPO / "reports"
 
@@ -26,7 +26,7 @@ REPORTS = REPO / "reports"
 def run(names: Sequence[str], *, prove: bool, full: bool, project: bool, record: bool) -> bool:
     """Run and report; return whether all is as it must be."""
     suites = plan(repository.load(), names, prove=prove, full=full, project=project)
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = terminal.console(160)
     verdicts: list[Verdict] = []
     columns = (
         TextColumn("{task.description}"),

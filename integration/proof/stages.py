@@ -6,8 +6,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from integration.errors import UserError, nearest
-from integration.paths import REPO
+from integration.ground.errors import UserError, nearest
+from integration.ground.paths import REPO
 
 if TYPE_CHECKING:
     from integration.patchset.patch import Contribution

@@ -4,13 +4,13 @@ import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from integration import paths
-from integration.errors import UserError
-from integration.patchset import readme
+from integration.evidence import readme
+from integration.evidence import record as evidence
+from integration.evidence.stale import DIGITS
+from integration.ground import paths
+from integration.ground.errors import UserError
 from integration.patchset.finding import Finding
 from integration.patchset.patch import Contribution
-from integration.patchset.stale import DIGITS
-from integration.proof import evidence
 from integration.proof.parity import Parity
 from integration.proof.stages import Stage
 from integration.proof.verdict import Verdict

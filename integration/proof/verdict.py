@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from integration.proof.parity import Parity
 from integration.proof.stages import Stage, Suite
-from integration.proof.suite import Outcome
+from integration.testing.suite import Outcome
 
 
 @dataclass(frozen=True, slots=True)

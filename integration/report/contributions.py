@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from integration.patchset import effect
+from integration.evidence import effect
 from integration.patchset.patch import Contribution
 from integration.report.page import Html, Section, Table
 

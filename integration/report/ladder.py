@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from integration import paths
+from integration.ground import paths
+from integration.ground.units import seconds, size
 from integration.ladder.numbers import NOT_COMPARED
-from integration.patchset.effect import seconds, size
 from integration.report.charts import Bar, Chart, bars, lines
 from integration.report.merge import Record, members
 from integration.report.page import (

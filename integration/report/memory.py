@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from integration.patchset.effect import size
+from integration.ground.units import size
 from integration.patchset.patch import Contribution
 from integration.report import ladder
 from integration.report.charts import Bar, Chart, bars
@@ -62,10 +62,10 @@ def pools(records: Sequence[ladder.Record], contributions: Sequence[Contribution
 
 def budget() -> Section:
     """Return the memory of the 1T job's worst rank by item, from the plan."""
-    from integration.job.catalog import JUPITER_1T
-    from integration.plan import html
-    from integration.plan.cluster import load
+    from integration.jobs.catalog import JUPITER_1T
+    from integration.jobs.cluster import load
     from integration.plan.plan import make
+    from integration.report import plan as html
 
     plan = make(JUPITER_1T, load(JUPITER_1T.cluster))
     lead = (

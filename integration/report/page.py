@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from integration.errors import UserError
+from integration.ground import files
+from integration.ground.errors import UserError
 from integration.report.charts import Chart
 
 HERE = Path(__file__).parent
@@ -95,10 +96,8 @@ def write(path: Path, title: str, lead: str, sections: Sequence[Section]) -> Non
         UserError: it cannot be written there.
     """
     text = render(title, lead, sections)
-    beside = path.with_name(path.name + ".part")
     try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
+        files.write(path, text)
     except OSError as error:
         raise UserError(
             f"expected to write the page to {path}, found: {error.strerror}; none was written: "

@@ -4,11 +4,11 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from integration.errors import UserError
-from integration.job.run import Run
+from integration.ground.errors import UserError
 from integration.report import ladder
 from integration.report.charts import Chart, lines
 from integration.report.page import Beside, Block, Commands, Missing, Section
+from integration.train.run import Run
 
 COMMAND = "integration train mini, then integration report RUN"
 POINTS = 10  # fewer on one line are no curve
@@ -20,7 +20,7 @@ def curves(folders: Sequence[Path]) -> Chart | None:
     Raises:
         UserError: a folder that is no run, or a run without a step.
     """
-    from integration.job import summary
+    from integration.train import summary
 
     series = {}
     for folder in folders:

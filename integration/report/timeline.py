@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from integration import paths
-from integration.report import trace as traces
+from integration.evidence import trace as traces
+from integration.ground import paths
 from integration.report.charts import COLOURS, Chart, Span, timeline
 from integration.report.merge import Record, members
 from integration.report.page import Block, Commands, Missing, Section
@@ -15,7 +15,7 @@ from integration.report.page import Block, Commands, Missing, Section
 PATTERN = "evidence/trace-*.json.gz"
 COMMAND = (
     "integration train slice -- --profiler.enable_profiling, then "
-    "python -m integration.report.trace TRACE integration/evidence/trace-NAME.json.gz"
+    "python -m integration.evidence.trace TRACE integration/evidence/trace-NAME.json.gz"
 )
 HOW = "What each GPU stream runs in a step. Drag to zoom, double-click to return."
 ANNOTATION = "annotated on the host"

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from integration.paths import REPO
+from integration.ground.paths import REPO
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess:
@@ -18,7 +18,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess:
 def test_help_answers_at_once_and_without_torch():
     code = (
         "import sys; sys.argv = ['integration', '--help']\n"
-        "from integration.cli import main\n"
+        "from integration.cli.main import main\n"
         "try: main()\n"
         "except SystemExit: print('torch' in sys.modules)"
     )
@@ -61,7 +61,7 @@ def test_ctrl_c_is_answered_in_a_word():
         "import integration.patchset.repository as r\n"
         "def load(): raise KeyboardInterrupt\n"
         "r.load = load\n"
-        "from integration.cli import main; main(['patches', 'list'])"
+        "from integration.cli.main import main; main(['patches', 'list'])"
     )
     line = [sys.executable, "-c", code]
     answer = subprocess.run(line, cwd=REPO, capture_output=True, text=True)
@@ -81,7 +81,7 @@ def test_ctrl_c_is_answered_in_a_word():
     ],
 )
 def test_what_the_machine_refuses_is_one_sentence(error, told, monkeypatch, capsys):
-    from integration import cli
+    from integration.cli import main as cli
 
     def load() -> None:
         raise error
@@ -113,7 +113,7 @@ def test_what_the_machine_refuses_is_one_sentence(error, told, monkeypatch, caps
     ],
 )
 def test_a_forgotten_separator_is_told_with_the_command(arguments, command, monkeypatch, capsys):
-    from integration import cli
+    from integration.cli import main as cli
 
     monkeypatch.setenv("INTEGRATION_DEBUG", "")
     with pytest.raises(SystemExit) as stop:
@@ -130,10 +130,12 @@ def test_debug_shows_the_trace():
 
 
 def test_titan_options_are_kept_apart(monkeypatch):
-    from integration import cli
+    from integration.cli import main as cli
 
     seen = {}
-    monkeypatch.setattr("integration.job.start.train", lambda request: seen.update(request=request))
+    monkeypatch.setattr(
+        "integration.train.start.train", lambda request: seen.update(request=request)
+    )
     with pytest.raises(SystemExit):
         cli.main(["train", "--resume", "--", "--training.steps", "5"])
     assert seen["request"].config == "mini"

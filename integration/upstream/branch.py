@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from integration.errors import UserError
+from integration.ground.errors import UserError
 from integration.patchset import exchange, git, graft, repository, scratch
 from integration.patchset import pins as pins_module
 from integration.patchset.patch import Contribution

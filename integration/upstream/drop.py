@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from integration import paths
-from integration.errors import UserError
-from integration.patchset import checkout, repository
+from integration.ground import paths
+from integration.ground.errors import UserError
+from integration.ground.files import replace_all
 from integration.patchset import pins as pins_module
-from integration.patchset.atomic import replace_all
+from integration.patchset import repository
 from integration.patchset.patch import Contribution
-from integration.upstream import dropwhen, history
+from integration.upstream import checkout, dropwhen, history
 
 
 def drop(name: str) -> Path:

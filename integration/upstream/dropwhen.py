@@ -8,12 +8,12 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from integration import paths
-from integration.errors import UserError
+from integration.ground import paths
+from integration.ground.errors import UserError
 from integration.patchset import overlay, scratch
 from integration.patchset.patch import Contribution
 from integration.patchset.pins import Pin
-from integration.proof.suite import Outcome, run_pytest
+from integration.testing.suite import Outcome, run_pytest
 from integration.upstream import index
 from integration.upstream.newer import Newer
 

@@ -3,8 +3,8 @@
 import datetime
 from collections.abc import Mapping, Sequence
 
-from integration import paths
-from integration.errors import UserError
+from integration.ground import paths
+from integration.ground.errors import UserError
 from integration.patchset import git
 from integration.patchset.patch import Contribution
 

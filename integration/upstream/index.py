@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from integration.errors import UserError
+from integration.ground.errors import UserError
 from integration.patchset import git
 
 _READ_AHEAD = 1 << 20  # bytes a request; sources lie side by side in a wheel

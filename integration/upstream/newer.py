@@ -8,11 +8,11 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
-from integration.errors import UserError, nearest
+from integration.ground.errors import UserError, nearest
 from integration.patchset import scratch
-from integration.patchset.checkout import is_source, sources_below
 from integration.patchset.pins import Pin
 from integration.upstream import index
+from integration.upstream.checkout import is_source, sources_below
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from integration import paths
+from integration.ground import paths
 from integration.patchset import overlay, repository
 from integration.patchset import pins as pins_module
 from integration.patchset.patch import Contribution
-from integration.proof.suite import Outcome, run_pytest
+from integration.testing.suite import Outcome, run_pytest
 from integration.upstream import branch as branch_module
 from integration.upstream import text
 from integration.upstream.branch import Branch, Linted

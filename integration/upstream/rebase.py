@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from integration import paths
-from integration.errors import UserError
-from integration.patchset import checkout, exchange, git, repository, scratch
+from integration.ground import paths
+from integration.ground.errors import UserError
+from integration.ground.files import replace_all
+from integration.patchset import exchange, git, repository, scratch
 from integration.patchset import pins as pins_module
-from integration.patchset.atomic import replace_all
 from integration.patchset.patch import Contribution, parse, pristine_paths, without_requirements
 from integration.patchset.pins import Pin
-from integration.upstream import history, index
+from integration.upstream import checkout, history, index
 from integration.upstream.newer import Newer
 
 _ONTO = "onto"  # the tag of the newer sources

@@ -6,7 +6,7 @@ from typing import Any
 
 from integration.patchset.patch import Contribution
 from integration.patchset.pins import Pin
-from integration.proof.suite import Outcome
+from integration.testing.suite import Outcome
 from integration.upstream.branch import Branch, Linted
 from integration.upstream.rules import NOTED, RULES
 

@@ -6,7 +6,6 @@ fails alike on both sides is upstream's; only the differences are told.
 """
 
 import shutil
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,14 +16,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from integration import paths
-from integration.errors import UserError
-from integration.job.machine import cores
+from integration.ground import paths, terminal
+from integration.ground.errors import UserError
+from integration.ground.machine import cores
 from integration.patchset import git, overlay, repository, scratch
 from integration.patchset import pins as pins_module
 from integration.patchset.overlay import Overlay
 from integration.patchset.pins import Pin
-from integration.proof.suite import outcomes, run_pytest
+from integration.testing.suite import outcomes, run_pytest
 from integration.upstream.imports import Imports
 
 FOLDERS = {"pytorch": "test", "torchtitan": "tests/unit_tests"}
@@ -58,7 +57,7 @@ def run(names: Sequence[str], checkout: Path) -> bool:
     touched = scratch.touched(repository.select(repository.load(), names or None))
     packages = {p.package for p in pins_module.load().values()}
     imports = Imports(pin.site(), packages)
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = terminal.console(160)
     with tempfile.TemporaryDirectory(prefix="integration-") as temporary:
         copy = Path(temporary).resolve()
         _copy(checkout, folder.partition("/")[0], copy)

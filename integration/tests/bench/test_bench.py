@@ -11,12 +11,12 @@ import pytest
 from expecttest import assert_expected_inline
 from rich.console import Console
 
-from integration import paths
 from integration.bench import catalog, peers
 from integration.bench import run as run_module
 from integration.bench.run import Request
 from integration.bench.table import table
-from integration.errors import UserError
+from integration.ground import paths
+from integration.ground.errors import UserError
 from integration.patchset import repository
 
 GATHER = "embedding_skip_backward_gather"

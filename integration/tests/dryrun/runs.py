@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from integration.paths import REPO
+from integration.ground.paths import REPO
 
 # Of 5 per cent: bytes by cause, and parameters of each kind.
 AGREES = 0.05

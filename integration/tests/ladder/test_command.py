@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from integration.cli import main
-from integration.ladder import cli, run
-from integration.paths import REPO
+from integration.cli import ladder as cli
+from integration.cli.main import main
+from integration.ground.paths import REPO
+from integration.ladder import run
 from integration.tests.ladder.made import measured
 
 

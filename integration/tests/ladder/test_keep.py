@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from integration.ladder import keep, rungs, snapshot
-from integration.patchset.stale import stale
+from integration.evidence import snapshot
+from integration.evidence.stale import stale
+from integration.ladder import keep, rungs
+from integration.tests.evidence.test_snapshot import made_snapshot
 from integration.tests.ladder.made import CHAIN, PLACE, measured
 from integration.tests.ladder.test_result import LADDER
-from integration.tests.ladder.test_snapshot import made_snapshot
 
 KERNEL = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 1.0, "dur": 2.0}
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from integration.job.catalog import SLICE
+from integration.jobs.catalog import SLICE
 from integration.ladder.mfu import mfu, peak_flops
 
 H200 = {"gpus": 2, "gpu": "NVIDIA H200, 580.1"}

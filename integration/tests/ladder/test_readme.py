@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from integration.paths import REPO
+from integration.ground.paths import REPO
 
 GIB = 2**30
 EVIDENCE = REPO / "integration" / "evidence"

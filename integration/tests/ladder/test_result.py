@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from integration.errors import UserError
+from integration.ground.errors import UserError
 from integration.ladder import rungs
 from integration.ladder.result import Ladder, Row
 from integration.tests.ladder.made import CHAIN, PLACE, measured

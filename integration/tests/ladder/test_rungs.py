@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from integration.errors import UserError
-from integration.job import catalog
+from integration.ground.errors import UserError
+from integration.jobs import catalog
 from integration.ladder import order, rungs
 from integration.ladder.order import Place
 from integration.ladder.rungs import Only, Rung

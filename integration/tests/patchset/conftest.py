@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from integration import paths
-from integration.errors import UserError
+from integration.cli.main import main
+from integration.evidence.check import check
+from integration.ground import paths
+from integration.ground.errors import UserError
 from integration.patchset import git, repository, scratch
-from integration.patchset.check import check
 from integration.patchset.finding import Finding
 from integration.patchset.overlay import Overlay
 from integration.patchset.patch import Contribution
@@ -235,3 +236,22 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain_git: None) -> H
     monkeypatch.setattr(paths, "REPO", root)
     monkeypatch.setattr(paths, "PATCHES", root / "patches")
     return House(root, site)
+
+
+class Ran:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]):
+    def run(*arguments: str) -> Ran:
+        code = 0
+        try:
+            main(list(arguments))
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        out, err = capsys.readouterr()
+        return Ran(code, out, err)
+
+    return run

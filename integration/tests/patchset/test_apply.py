@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from integration.errors import UserError
+from integration.ground import files as atomic
+from integration.ground.errors import UserError
 from integration.patchset import apply as module
-from integration.patchset import atomic
 from integration.patchset.apply import apply, take_off
 from integration.tests.patchset.conftest import LINES, House, line, tree, user_git
 

@@ -3,7 +3,8 @@
 import pytest
 from expecttest import assert_expected_inline
 
-from integration.patchset import readme, repository
+from integration.evidence import readme
+from integration.patchset import repository
 from integration.tests.patchset.conftest import BLOCK, LINES, House, line
 
 

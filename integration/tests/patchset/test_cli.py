@@ -7,27 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.cli import main
 from integration.tests.patchset.conftest import House, line, user_git
-
-
-class Ran:
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]):
-    def run(*arguments: str) -> Ran:
-        code = 0
-        try:
-            main(list(arguments))
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        out, err = capsys.readouterr()
-        return Ran(code, out, err)
-
-    return run
 
 
 @pytest.fixture
@@ -133,7 +113,7 @@ def test_readme(one: House, run) -> None:
 def test_help_is_quick_and_light() -> None:
     """No torch, and no git or diff library, before a verb runs."""
     code = (
-        "import sys\nfrom integration.cli import main\n"
+        "import sys\nfrom integration.cli.main import main\n"
         "try: main(['patches', '--help'])\nexcept SystemExit: pass\n"
         "heavy = {'torch', 'unidiff', 'tomlkit', 'integration.patchset.git'} & set(sys.modules)\n"
         "sys.exit(bool(heavy))"

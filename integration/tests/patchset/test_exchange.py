@@ -8,11 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from integration.errors import UserError
-from integration.patchset import checkout, scaffold
+from integration.ground.errors import UserError
+from integration.patchset import scaffold
 from integration.patchset.check import round_trip
 from integration.patchset.patch import parse
 from integration.tests.patchset.conftest import LINES, PRISTINE, House, line, tree, user_git
+from integration.upstream import checkout
 
 
 @pytest.fixture
@@ -184,7 +185,7 @@ def test_patches_changed_since_the_import_are_not_overwritten(full: House, work:
 def test_a_failing_export_writes_nothing(
     full: House, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from integration.patchset import atomic
+    from integration.ground import files as atomic
 
     edit(work / "pytorch", "fakebase/core.py", "three\n", "drei\n")
     user_git(work / "pytorch", "commit", "-qa", "--amend", "--no-edit")

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from expecttest import assert_expected_inline
 
-from integration import paths
-from integration.errors import UserError
+from integration.ground import paths
+from integration.ground.errors import UserError
 from integration.patchset import overlay
 from integration.tests.patchset.conftest import PRISTINE, House, folder, line, tree, user_git
 
@@ -234,7 +234,7 @@ def test_built_from_inside_an_overlay(house: House) -> None:
     house.add("two", {"fakebase/block.py": line(30, "two")})
     code = "__import__('integration.patchset.overlay').patchset.overlay.build(['two']).path"
     root = f"__import__('pathlib').Path({str(house.root)!r})"
-    setting = f"__import__('integration.paths').paths.__setattr__('REPO', {root})"
+    setting = f"__import__('integration.ground.paths').ground.paths.__setattr__('REPO', {root})"
     inside = imported(house, overlay.build(["one"]), f"({setting}, {code})[1]")
     assert inside == str(overlay.build(["two"]).path)
 
@@ -249,7 +249,7 @@ def test_a_cache_inside_a_repository(house: House, monkeypatch: pytest.MonkeyPat
 
 _BUILD = """
 import sys, pathlib, time
-from integration import paths
+from integration.ground import paths
 paths.REPO = pathlib.Path(sys.argv[1])
 from integration.patchset import overlay
 {before}

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from integration import paths
-from integration.patchset import checkout, git, overlay, pins, repository, scratch
-from integration.patchset.check import check
+from integration.evidence.check import check
+from integration.ground import paths
+from integration.patchset import git, overlay, pins, repository, scratch
 from integration.patchset.patch import Contribution, parse
 from integration.tests.patchset.conftest import folder
+from integration.upstream import checkout
 
 # Three files at three depths, one of them in a folder that torch imports at once.
 TOUCHED = ("torch/nn/init.py", "torch/distributed/utils.py", "torch/_utils.py")

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from integration.job.catalog import JUPITER_1T
-from integration.job.spec import JobSpec, Layout
-from integration.plan.cluster import load
+from integration.jobs.catalog import JUPITER_1T
+from integration.jobs.cluster import load
+from integration.jobs.spec import JobSpec, Layout
 
 JUPITER, LEONARDO, H200 = load("jupiter"), load("leonardo"), load("h200")
 

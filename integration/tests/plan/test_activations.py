@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from integration.job.catalog import MINI
-from integration.job.moe import model_spec
+from integration.jobs.catalog import MINI
 from integration.plan import activations
 from integration.plan.levers import Levers
+from integration.ranks.moe import model_spec
 
 SHAPE = replace(
     MINI.shape, layers=1, hidden=512, expert_hidden=256, experts=16, top_k=4, heads=8, vocab=64

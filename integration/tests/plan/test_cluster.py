@@ -2,8 +2,8 @@
 
 import pytest
 
-from integration.errors import UserError
-from integration.plan import cluster
+from integration.ground.errors import UserError
+from integration.jobs import cluster
 
 GOOD = (cluster.FOLDER / "jupiter.toml").read_text()
 

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from integration.paths import REPO
+from integration.ground.paths import REPO
 
 CODE = """
 import sys
-from integration.cli import main
+from integration.cli.main import main
 try: main(sys.argv[1:])
 except SystemExit as end: code = end.code
 print("torch" in sys.modules)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from integration.job.catalog import SLICE
-from integration.paths import REPO
+from integration.ground.paths import REPO
+from integration.jobs.catalog import SLICE
+from integration.jobs.cluster import load
 from integration.plan import muon
-from integration.plan.cluster import load
 from integration.plan.levers import Levers
 from integration.plan.plan import make
 

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from integration.job import catalog
-from integration.job.catalog import JUPITER_1T, LEONARDO_SMALL
+from integration.ground.units import GIB
+from integration.jobs import catalog
+from integration.jobs.catalog import JUPITER_1T, LEONARDO_SMALL
+from integration.jobs.cluster import load
 from integration.plan import memory
 from integration.plan.activations import boundary_bytes
-from integration.plan.cluster import GIB, load
 from integration.plan.levers import Levers
 from integration.plan.plan import make
 from integration.tests.plan.jobs import JUPITER, jobs

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 
-from integration.job import catalog
-from integration.job.moe import model_spec
+from integration.jobs import catalog
 from integration.plan.params import Place, held, kinds, layers_of_stage, local_numel
+from integration.ranks.moe import model_spec
 from integration.tests.plan.jobs import jobs
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from integration.job.catalog import JUPITER_1T
+from integration.jobs.catalog import JUPITER_1T
 from integration.plan import published
 from integration.plan.plan import make
 from integration.tests.plan.jobs import JUPITER

@@ -5,7 +5,7 @@ import io
 import expecttest
 from rich.console import Console
 
-from integration.job.catalog import JUPITER_1T, LEONARDO_SMALL
+from integration.jobs.catalog import JUPITER_1T, LEONARDO_SMALL
 from integration.plan import render
 from integration.plan.plan import changes, make
 from integration.tests.plan.jobs import JUPITER, LEONARDO

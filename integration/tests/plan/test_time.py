@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from integration.job.catalog import JUPITER_1T, SLICE
-from integration.paths import REPO
+from integration.ground.paths import REPO
+from integration.jobs.catalog import JUPITER_1T, SLICE
 from integration.plan import muon, step_time, traffic
 from integration.plan.levers import Levers
 from integration.plan.muon import SPLITS, gram_flops, newton_schulz_flops

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from integration.job.catalog import JUPITER_1T, JUPITER_1T_HSDP, LEONARDO_1T
-from integration.job.spec import Layout
+from integration.jobs.catalog import JUPITER_1T, JUPITER_1T_HSDP, LEONARDO_1T
+from integration.jobs.spec import Layout
 from integration.plan import topology
 from integration.plan.topology import Axis
 from integration.tests.plan.jobs import JUPITER, LEONARDO, jobs

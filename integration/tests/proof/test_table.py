@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 from expecttest import assert_expected_inline
 
-from integration import paths
-from integration.errors import UserError
+from integration.evidence.stale import stale
+from integration.ground import paths
+from integration.ground.errors import UserError
 from integration.patchset.finding import Finding
 from integration.patchset.patch import Contribution, Trailer
-from integration.patchset.stale import stale
 from integration.proof import table
 from integration.proof.parity import Parity
 from integration.proof.stages import Stage, Suite
-from integration.proof.suite import Outcome
 from integration.proof.verdict import Verdict
+from integration.testing.suite import Outcome
 
 
 def contribution(name: str, requires: str, root: Path) -> Contribution:

@@ -9,8 +9,8 @@ from integration.patchset import overlay
 from integration.proof import parity
 from integration.proof.parity import Curve, Parity
 from integration.proof.stages import Stage, Suite
-from integration.proof.suite import Outcome, merge_reports, read_report, run_pytest
 from integration.proof.verdict import Verdict, closing_line
+from integration.testing.suite import Outcome, merge_reports, read_report, run_pytest
 
 
 def _outcome(passed: int = 0, failed: int = 0, *, ran: bool = True) -> Outcome:

@@ -10,7 +10,8 @@ import pytest
 from PIL import Image, ImageStat
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from integration.report import ladder, report, timeline, trace
+from integration.evidence import trace
+from integration.report import ladder, report, timeline
 from integration.tests.report import samples
 from integration.tests.report.test_report import run_folder
 
@@ -206,10 +207,10 @@ def test_colours_follow_a_change_of_scheme(browser: Browser, html: Path) -> None
 
 
 def test_the_plan_s_page_is_drawn_too(browser: Browser, tmp_path: Path) -> None:
-    from integration.job.catalog import JUPITER_1T
-    from integration.plan import html as pages
-    from integration.plan.cluster import load
+    from integration.jobs.catalog import JUPITER_1T
+    from integration.jobs.cluster import load
     from integration.plan.plan import changes, make
+    from integration.report import plan as pages
 
     plan = make(JUPITER_1T, load(JUPITER_1T.cluster))
     file = tmp_path / "plan.html"

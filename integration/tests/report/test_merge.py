@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from integration.report import ladder, memory, merge, page, report, runs, timeline, trace
+from integration.evidence import trace
+from integration.report import ladder, memory, merge, page, report, runs, timeline
 from integration.report.page import Beside, Closed, Commands, Heading, Table
 from integration.tests.report import samples
 from integration.tests.report.test_report import drawn, run_folder

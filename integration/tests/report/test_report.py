@@ -11,14 +11,15 @@ import pytest
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from integration import paths
-from integration.errors import UserError
-from integration.job import summary
+from integration.evidence import trace
+from integration.ground import paths
+from integration.ground.errors import UserError
 from integration.patchset import repository
-from integration.report import charts, ladder, memory, page, report, runs, timeline, trace
+from integration.report import charts, ladder, memory, page, report, runs, timeline
 from integration.report.charts import Bar
 from integration.report.page import Missing, Section
 from integration.tests.report import samples
+from integration.train import summary
 
 
 def run_folder(folder: Path, losses: list[float]) -> Path:
@@ -48,7 +49,7 @@ def drawn(section: Section) -> list[charts.Chart]:
 def test_what_is_not_there_names_the_command_that_makes_it() -> None:
     assert missing(ladder.section([])) == "integration ladder slice --record"
     assert "integration train" in missing(runs.section([], []))
-    assert "integration.report.trace" in missing(timeline.section([]))
+    assert "integration.evidence.trace" in missing(timeline.section([]))
     assert missing(memory.pools([], [])) == "integration bench unshard_async_op --record"
     text = page.render("t", "", [ladder.section([])])
     assert 'class="missing"' in text
@@ -164,7 +165,7 @@ def test_a_profile_is_bound_to_the_patches_it_was_made_on(tmp_path: Path) -> Non
     target = tmp_path / "evidence" / "trace-full.json.gz"
 
     def trim(*options: str) -> subprocess.CompletedProcess:
-        line = [sys.executable, "-m", "integration.report.trace", str(source), str(target)]
+        line = [sys.executable, "-m", "integration.evidence.trace", str(source), str(target)]
         return subprocess.run([*line, *options], cwd=paths.REPO, capture_output=True, text=True)
 
     assert "add --patches full, pristine or NAME,NAME" in trim().stderr

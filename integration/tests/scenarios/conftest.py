@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from integration.patchset import checkout, pins, repository
+from integration.patchset import pins, repository
 from integration.patchset.patch import strip_prefix
 from integration.patchset.pins import sha256
 from integration.tests.patchset.conftest import House, tree, user_git
 from integration.tests.upstream.conftest import house, isolated, offline, plain_git
+from integration.upstream import checkout
 
 __all__ = ["house", "isolated", "offline", "plain_git"]
 

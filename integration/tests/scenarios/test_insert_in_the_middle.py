@@ -4,9 +4,9 @@ from pathlib import Path
 
 from expecttest import assert_expected_inline
 
-from integration.patchset import checkout
 from integration.tests.patchset.conftest import MESSAGE, House, user_git
 from integration.tests.scenarios.conftest import edit, snapshot
+from integration.upstream import checkout
 
 
 def test_insert_in_the_middle(trio: House, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from expecttest import assert_expected_inline
 
-from integration.errors import UserError
+from integration.ground.errors import UserError
 from integration.patchset import overlay
 from integration.patchset.apply import apply
 from integration.tests.patchset.conftest import House, tree

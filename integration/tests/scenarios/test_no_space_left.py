@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 from expecttest import assert_expected_inline
 
-from integration.errors import UserError
-from integration.patchset import checkout, overlay
+from integration.ground.errors import UserError
+from integration.patchset import overlay
 from integration.tests.patchset.conftest import House, tree, user_git
 from integration.tests.scenarios.conftest import edit, snapshot
+from integration.upstream import checkout
 
 
 def full_after(writes: int, monkeypatch: pytest.MonkeyPatch, below: Path) -> None:

@@ -4,10 +4,11 @@ from pathlib import Path
 
 from expecttest import assert_expected_inline
 
-from integration.patchset import checkout, overlay
+from integration.patchset import overlay
 from integration.patchset.apply import apply, take_off
 from integration.tests.patchset.conftest import House, folder, tree
 from integration.tests.scenarios.conftest import edit, snapshot
+from integration.upstream import checkout
 
 NEW, SPACED = "fakebase/größe δ.py", "fakebase/a name.py"
 

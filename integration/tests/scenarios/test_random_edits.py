@@ -7,9 +7,10 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from integration.errors import UserError
-from integration.patchset import checkout, repository
+from integration.ground.errors import UserError
+from integration.patchset import repository
 from integration.tests.patchset.conftest import MESSAGE, House, line, tree, user_git
+from integration.upstream import checkout
 
 CORE = "fakebase/core.py"
 FAR = st.sampled_from([2, 9, 16, 23, 30])  # so far apart, and from BASE, that all of them commute

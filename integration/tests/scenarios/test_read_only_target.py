@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from expecttest import assert_expected_inline
 
-from integration.cli import main
-from integration.patchset import atomic
+from integration.cli.main import main
+from integration.ground import files as atomic
 from integration.tests.patchset.conftest import House, tree
 from integration.tests.scenarios.conftest import snapshot
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 from expecttest import assert_expected_inline
 
-from integration.patchset import checkout, overlay
+from integration.patchset import overlay
 from integration.tests.patchset.conftest import House, folder, line
 from integration.tests.scenarios.conftest import edit, snapshot
+from integration.upstream import checkout
 
 
 def test_ten_thousand_lines(house: House, tmp_path: Path) -> None:

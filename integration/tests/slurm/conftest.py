@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.job.machine import free_port
+from integration.ground.machine import free_port
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 CLIENTS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from integration.job import summary
-from integration.job.run import Run
-from integration.paths import REPO
+from integration.ground.paths import REPO
+from integration.train import summary
+from integration.train.run import Run
 
 # A start takes 15 s on two free cores, and several suites may share them.
 PATIENCE = 500

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from integration.job import data, launch, machine, summary
-from integration.job.moe import INIT_STD
-from integration.job.run import Job, Run
+from integration.data import source as data
+from integration.ground import machine
 from integration.patchset import overlay
+from integration.ranks.moe import INIT_STD
+from integration.train import launch, summary
+from integration.train.run import Job, Run
 
 pytestmark = pytest.mark.timeout(600)
 

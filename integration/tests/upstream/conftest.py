@@ -16,10 +16,11 @@ from integration.tests.patchset.conftest import (
     house,
     isolated,
     plain_git,
+    run,
     user_git,
 )
 
-__all__ = ["House", "house", "isolated", "plain_git"]
+__all__ = ["House", "house", "isolated", "plain_git", "run"]
 
 
 def wheel(folder: Path, package: str, version: str, /, **edits: str | None) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.errors import UserError
+from integration.ground.errors import UserError
 from integration.patchset import pins, repository, scratch
 from integration.patchset.apply import apply, take_off
 from integration.patchset.patch import Contribution

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from integration.errors import UserError
+from integration.ground.errors import UserError
 from integration.patchset import pins, repository
 from integration.tests.patchset.conftest import LINES, House, line
-from integration.tests.patchset.test_cli import run  # noqa: F401 - a fixture
 from integration.tests.upstream.conftest import tools, wheel
 from integration.upstream import index, newer
 from integration.upstream.drift import Drift, Verdict, drift, worst
@@ -109,7 +108,7 @@ def test_the_worst_verdict_is_the_exit_code(two: House, tmp_path: Path) -> None:
     assert worst(list(judge(two, tmp_path / "c", line(20, "moved on", both)).values())) == 5
 
 
-def test_table_json_and_exit_code(two: House, tmp_path: Path, run) -> None:  # noqa: F811
+def test_table_json_and_exit_code(two: House, tmp_path: Path, run) -> None:
     newer_wheel = wheel(tmp_path / "mine", "fakebase", "2.0", core=line(31, "changed"))
     ran = run("patches", "drift", "--against", f"fakebase=={newer_wheel}")
     assert ran.code == 5
@@ -124,7 +123,7 @@ def test_table_json_and_exit_code(two: House, tmp_path: Path, run) -> None:  # n
     assert record["findings"][0]["line"] == 31
 
 
-def test_drop_when_in_a_throwaway_environment(two: House, offline: Path, run) -> None:  # noqa: F811
+def test_drop_when_in_a_throwaway_environment(two: House, offline: Path, run) -> None:
     """One test passes on what upstream made of it, in other lines; one does not."""
     two.add("late", {"fakebase/block.py": "late\n"})
     for name, expected in (("two", "newer"), ("late", "late")):
@@ -149,7 +148,7 @@ def test_drop_when_in_a_throwaway_environment(two: House, offline: Path, run) ->
 def test_no_environment_is_said_beside_the_verdict(
     two: House,
     tmp_path: Path,
-    run,  # noqa: F811
+    run,
 ) -> None:
     checkout = two.checkout(tmp_path / "newer")
     ran = run("patches", "drift", "--against", f"fakebase=={checkout}", "--run-drop-when")
@@ -162,7 +161,7 @@ def test_constraints_are_about_what_is_installed(
     tmp_path: Path,
     offline: Path,
     monkeypatch: pytest.MonkeyPatch,
-    run,  # noqa: F811
+    run,
 ) -> None:
     """The files of a version that may not be installed can be read; why it was not is told."""
     wheel(offline, "fakebase", "2.0")

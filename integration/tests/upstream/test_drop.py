@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from integration import paths
+from integration.ground import paths
 from integration.patchset import repository
 from integration.tests.patchset.conftest import House, line, tree, user_git
-from integration.tests.patchset.test_cli import run  # noqa: F401 - a fixture
 from integration.tests.upstream.conftest import track
 
 TEST = """\
@@ -31,7 +30,7 @@ def three(house: House, monkeypatch: pytest.MonkeyPatch) -> House:
     evidence.mkdir()
     (evidence / "bench.json").write_text(f'{{"patch_sha256": "{house.get("two").sha256}"}}')
     # A Python of its own runs the test; it finds the fake pins as a user's finds site-packages.
-    monkeypatch.setattr("integration.proof.suite.REPO", house.site)
+    monkeypatch.setattr("integration.testing.suite.REPO", house.site)
     return house
 
 
@@ -43,7 +42,7 @@ def test_of_two(house: House, body: str) -> None:
 test_of_two.__test__ = False  # pyrefly: ignore[missing-attribute]
 
 
-def test_dropped(three: House, run) -> None:  # noqa: F811
+def test_dropped(three: House, run) -> None:
     (three.root / "order.py").write_text('ORDER = ("one", "two", "last")\n')
     test_of_two(three, "self.assertEqual(fakebase.VALUE, 'pristine')")
     head = user_git(three.root, "rev-parse", "--short=12", "HEAD").strip()
@@ -75,31 +74,31 @@ def test_dropped(three: House, run) -> None:  # noqa: F811
         ("from fakebase import gone", 1, "found that it fails"),
     ],
 )
-def test_kept(three: House, run, body: str, code: int, message: str) -> None:  # noqa: F811
+def test_kept(three: House, run, body: str, code: int, message: str) -> None:
     test_of_two(three, body)
     refused(three, run, "two", code, message)
 
 
-def test_required_by_another(three: House, run) -> None:  # noqa: F811
+def test_required_by_another(three: House, run) -> None:
     track(three.root)
     refused(three, run, "one", 2, "expected no contribution to require one, found two")
 
 
-def test_nothing_that_is_in_no_commit_goes(three: House, run) -> None:  # noqa: F811
+def test_nothing_that_is_in_no_commit_goes(three: House, run) -> None:
     refused(three, run, "two", 2, "found none; what goes must be found again")
     track(three.root)
     (three.root / "pytorch_contrib/two/evidence/new.json").write_text("{}")
     refused(three, run, "two", 2, "evidence/new.json changed; what goes must be found again")
 
 
-def test_a_drop_when_of_another_test(three: House, run) -> None:  # noqa: F811
+def test_a_drop_when_of_another_test(three: House, run) -> None:
     path: Path = three.patch("two")
     path.write_text(path.read_text().replace("Drop-when: test/", "Drop-when: tests/"))
     track(three.root)
     refused(three, run, "two", 2, "expected Drop-when: of two to name one of its tests")
 
 
-def refused(house: House, run, name: str, code: int, message: str) -> None:  # noqa: F811
+def refused(house: House, run, name: str, code: int, message: str) -> None:
     reports = paths.REPO / "reports"
     before = {p: d for p, d in tree(house.root).items() if not p.startswith(reports.name)}
     ran = run("patches", "drop", name)

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from expecttest import assert_expected_inline
 
-from integration.errors import UserError
+from integration.ground.errors import UserError
 from integration.patchset import git, pins
-from integration.proof.suite import Outcome
+from integration.testing.suite import Outcome
 from integration.tests.patchset.conftest import LINES, House, line, tree, user_git
-from integration.tests.patchset.test_cli import run  # noqa: F401 - a fixture
 from integration.upstream import branch, pr, text
 from integration.upstream.branch import Branch, Linted
 from integration.upstream.rules import RULES
@@ -250,7 +249,7 @@ Machine: gpu none, cores 2. torch 1.0
     )
 
 
-def test_the_verb(full: House, clone: Path, run) -> None:  # noqa: F811
+def test_the_verb(full: House, clone: Path, run) -> None:
     ran = run("patches", "pr", "two", "--checkout", str(clone), "--no-test")
     assert ran.code == 0, ran.err
     assert ran.err == "Making the branch two\nRunning the linters of the clone on two\n"
@@ -265,7 +264,7 @@ def test_the_verb(full: House, clone: Path, run) -> None:  # noqa: F811
 def test_ctrl_c_takes_the_branch_away_again(
     full: House,
     clone: Path,
-    run,  # noqa: F811
+    run,
     monkeypatch: pytest.MonkeyPatch,
     at: str,
 ) -> None:

@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 from expecttest import assert_expected_inline
 
-from integration.cli import main
-from integration.errors import UserError
+from integration.cli.main import main
+from integration.ground.errors import UserError
 from integration.patchset import git as git_module
 from integration.patchset import pins, repository
 from integration.tests.patchset.conftest import LINES, PRISTINE, House, line, tree, user_git
-from integration.tests.patchset.test_cli import run  # noqa: F401 - a fixture
 from integration.tests.upstream.conftest import track, wheel
 from integration.upstream import newer, rebase
 from integration.upstream.rebase import Done, Stopped
@@ -94,7 +93,7 @@ def test_a_moved_file_is_followed(full: House, tmp_path: Path) -> None:
     assert full.get("two").old_paths == {"fakebase/kernel.py"}
 
 
-def test_conflict_mended(full: House, tmp_path: Path, run) -> None:  # noqa: F811
+def test_conflict_mended(full: House, tmp_path: Path, run) -> None:
     before = tree(full.root)
     path = wheel(tmp_path / "newer", "fakebase", "2.0", core=line(30, "thirty"))
     ran = run("patches", "rebase", "--onto", f"fakebase=={path}", "--commit", f"fakebase=={COMMIT}")
@@ -130,7 +129,7 @@ patches/ is as it was until all is done
     assert "-thirty\n+thirty and two\n" in full.patch("two").read_text()
 
 
-def test_abort(full: House, tmp_path: Path, run) -> None:  # noqa: F811
+def test_abort(full: House, tmp_path: Path, run) -> None:
     before = tree(full.root)
     assert isinstance(onto(tmp_path, core=line(30, "thirty")), Stopped)
     with pytest.raises(UserError, match="expected no rebase under way"):
@@ -297,7 +296,7 @@ def test_the_pins_own_version(full: House, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["fakebase", "fakebase==abc", f"fakeapp=={COMMIT}"])
-def test_a_commit_that_is_none(full: House, tmp_path: Path, run, value: str) -> None:  # noqa: F811
+def test_a_commit_that_is_none(full: House, tmp_path: Path, run, value: str) -> None:
     path = wheel(tmp_path, "fakebase", "2.0")
     ran = run("patches", "rebase", "--onto", f"fakebase=={path}", "--commit", value)
     assert (ran.code, "expected --commit fakebase==SHA with all 40 digits, got" in ran.err) == (

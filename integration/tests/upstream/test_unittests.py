@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from integration.errors import UserError
+from integration.ground.errors import UserError
 from integration.tests.patchset.conftest import House
-from integration.tests.patchset.test_cli import run  # noqa: F401 - a fixture
 from integration.upstream import unittests
 from integration.upstream.imports import Imports
 from integration.upstream.unittests import Difference, differences
@@ -68,7 +67,7 @@ def test_always(): assert True
 """
 
 
-def test_only_differences_are_told(house: House, tmp_path: Path, run) -> None:  # noqa: F811
+def test_only_differences_are_told(house: House, tmp_path: Path, run) -> None:
     house.add("leaf", {"fakebase/deep/inner/leaf.py": "LEAF = 'patched'\n"})
     house.add("far", {"fakebase/block.py": "far\n"})
     checkout = house.checkout(tmp_path / "checkout")
@@ -103,7 +102,7 @@ def test_only_differences_are_told(house: House, tmp_path: Path, run) -> None:  
 def test_what_fails_beside_others_only_is_no_difference(
     house: House,
     tmp_path: Path,
-    run,  # noqa: F811
+    run,
     monkeypatch,
 ) -> None:
     """Upstream's distributed tests share a port: two files at once, and one of them fails."""
@@ -129,7 +128,7 @@ def test_what_fails_beside_others_only_is_no_difference(
     assert len(started) == 4 + 2
 
 
-def test_no_upstream_there(house: House, tmp_path: Path, run) -> None:  # noqa: F811
+def test_no_upstream_there(house: House, tmp_path: Path, run) -> None:
     with pytest.raises(UserError, match="expected fakebase/ and test/ or fakeapp/ and tests/unit"):
         unittests.run([], house.checkout(tmp_path / "checkout"))
     ran = run("test", "--upstream", str(tmp_path), "--full")

@@ -1,0 +1,48 @@
+"""Evidence files: what was measured, on which patch, where, and by which command."""
+
+import os
+import platform
+import subprocess
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+from integration.ground import files
+from integration.patchset.patch import Contribution
+
+
+def write(contribution: Contribution, name: str, command: str, results: dict) -> Path:
+    """Write ``evidence/<name>.json``, bound to the patch by its sha256; return the path."""
+    path = contribution.folder / "evidence" / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    files.write_json(path, record(contribution, command, results), indent=1)
+    return path
+
+
+def record(contribution: Contribution, command: str, results: dict) -> dict:
+    """Return ``results`` after what they hold for; nothing in them takes the place of that."""
+    captured = {
+        "contribution": contribution.name,
+        "patch_sha256": contribution.sha256,
+        "date": date.today().isoformat(),
+        "command": command,
+        "machine": machine(),
+        "torch": version("torch"),
+        "torchtitan": version("torchtitan"),
+    }
+    return captured | {key: value for key, value in results.items() if key not in captured}
+
+
+def machine() -> dict[str, str | int]:
+    """Describe what figures depend on: GPUs, processor and cores; no names."""
+    found: dict[str, str | int] = {
+        "processor": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+    try:
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        gpus = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+        found |= {"gpus": len(gpus), "gpu": gpus[0].strip()}
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        found["gpus"] = 0
+    return found

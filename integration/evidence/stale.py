@@ -1,0 +1,101 @@
+"""Evidence of a set of patches, not of one: ladders, profiles of whole trainings, README's proof.
+
+A file of it names its patches, ``"patches": {name: sha256}``, and so does each row of the proof. It
+counts only while each of them is stored as it was; a ladder and the proof, also while they name all
+that there are. An allocator snapshot, which is a pickle, is bound by the ladder with whose name
+its own begins.
+"""
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from integration.evidence import readme
+from integration.patchset.finding import Finding
+from integration.patchset.patch import Contribution
+
+LADDERS = "integration/evidence/*.json"
+DIGITS = 8  # of a patch's sha256, in a row of the proof
+SNAPSHOTS = "integration/evidence/*.snapshot.pickle.gz"
+TRACES = ("*_contrib/*/evidence/trace-*.json.gz", "integration/evidence/trace-*.json.gz")
+
+
+def stale(root: Path, contributions: Sequence[Contribution]) -> Iterator[Finding]:
+    """Yield a finding for each file under ``root`` whose patches are no longer the stored ones."""
+    now = {c.name: c.sha256 for c in contributions}
+    for file in sorted(root.glob(LADDERS)):
+        measured = _patches(file)
+        yield from _compare(root, file, measured, now, missing=set(now) - set(measured or ()))
+    for file in sorted(f for pattern in TRACES for f in root.glob(pattern)):
+        yield from _compare(root, file, _patches(file), now, missing=set())
+    for file in sorted(root.glob(SNAPSHOTS)):
+        if not file.with_name(f"{file.name.partition('.')[0]}.json").is_file():
+            yield from _compare(root, file, None, now, missing=set())
+    short = {name: digest[:DIGITS] for name, digest in now.items()}
+    proven = _proven(root / "README.md")
+    if proven:  # else not recorded yet, as the README then says
+        again = "integration test --prove --full --record"
+        missing = set(now) - set(proven)
+        yield from _compare(root, root / "README.md", proven, short, missing, "stale proof", again)
+
+
+def _proven(file: Path) -> dict[str, str]:
+    """Return name -> the first digits of the sha256 for each row of README's proof."""
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    body = text.partition(readme.PROOF_BEGIN)[2].partition(readme.PROOF_END)[0]
+    return dict(re.findall(r"^\| (\w+) \|.*\| `([0-9a-f]+)` \|$", body, re.MULTILINE))
+
+
+def record(file: Path) -> dict[str, Any]:
+    """Return the JSON object in the file, compressed or not; an empty one where there is none."""
+    try:
+        data = file.read_bytes()
+        found = json.loads(gzip.decompress(data) if file.suffix == ".gz" else data)
+    except (OSError, EOFError, ValueError, zlib.error):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _patches(file: Path) -> dict[str, str] | None:
+    """Return name -> sha256 as the file has them, or None where it has none."""
+    found = record(file).get("patches")
+    return found if isinstance(found, dict) else None
+
+
+def _compare(
+    root: Path,
+    file: Path,
+    measured: dict[str, str] | None,
+    now: dict[str, str],
+    missing: set[str],
+    verdict: str = "stale evidence",
+    again: str = "measure again, by the `command` in the file, or delete it",
+) -> Iterator[Finding]:
+    if measured is None:
+        expected, found = '`"patches": {name: sha256}`', "none"
+    elif changed := sorted(n for n, digest in measured.items() if now.get(n) != digest):
+        name = changed[0]
+        expected = f"{name} {now.get(name, 'not in the set')}"
+        found = f"{name} {measured[name]}" + (
+            f", and {len(changed) - 1} more that differ" if changed[1:] else ""
+        )
+    elif missing:
+        expected, found = (
+            f"all {len(now)} patches of the set",
+            f"none of {', '.join(sorted(missing))}",
+        )
+    else:
+        return
+    yield Finding(
+        patch="(full set)",
+        file=file.relative_to(root).as_posix(),
+        line=None,
+        expected=expected,
+        found=found,
+        verdict=verdict,
+        next=again,
+    )

@@ -1,1 +1,0 @@
-"""Job scripts for Slurm."""

@@ -1,0 +1,95 @@
+"""The plan as one static page, in the charts and the style of ``integration report``."""
+
+from pathlib import Path
+
+from integration.ground.units import GIB, size
+from integration.plan import traffic
+from integration.plan.plan import Change, Plan
+from integration.report import page
+from integration.report.charts import Bar, Chart, bars
+from integration.report.page import Block, Section, Table
+
+GIGA = 1e9
+
+
+def write(plan: Plan, changes: list[Change], path: Path) -> None:
+    """Write the page.
+
+    Raises:
+        UserError: it cannot be written there.
+    """
+    time = plan.time
+    title = f"{plan.job.name} on {plan.job.ranks} {plan.cluster.gpu.name} ({plan.cluster.name})"
+    lead = (
+        f"{time.tokens_per_second:,.0f} tokens/s a GPU, {time.seconds:.1f} s a step, MFU "
+        f"{time.mfu:.1%}, bound by {time.binds}."
+    )
+    page.write(path, title, lead, sections(plan, changes))
+
+
+def sections(plan: Plan, changes: list[Change]) -> list[Section]:
+    """Return memory, traffic by cause, time by phase, and what each contribution does."""
+    notes = [*plan.warnings, *(f"Does not fit: {problem}" for problem in plan.too_large)]
+    phases = [
+        Bar(
+            label=f"{phase.name}: {phase.binds}",
+            parts={"seconds": phase.seconds},
+            text=f"{phase.seconds:.2f}",
+        )
+        for phase in plan.time.phases
+    ]
+    return [
+        Section(
+            title=f"Memory of rank {plan.worst.rank}, the worst", blocks=[*notes, *memory(plan)]
+        ),
+        Section(title="Traffic a step and GPU", blocks=_traffic(plan)),
+        Section(title="Time of a step", blocks=[bars("Seconds", phases, "{:.2f} s".format)]),
+        Section(title="Without one contribution", blocks=[_changes(changes)]),
+    ]
+
+
+def memory(plan: Plan) -> list[Chart]:
+    """Return the worst rank's memory by item, on the GPU and on the host, against what is there."""
+    where = (
+        ("GPU", plan.worst.hbm, plan.cluster.gpu.hbm_gib),
+        ("Host", plan.worst.host, plan.cluster.host.memory_gib),
+    )
+    return [_budget(name, items, there * GIB) for name, items, there in where]
+
+
+def _budget(name: str, items: dict[str, float], there: float) -> Chart:
+    """Return one bar of all items against the limit, and one bar an item below it."""
+    held = {item: value for item, value in items.items() if value}
+    total = sum(held.values())
+    rows = [Bar(label="all", parts=held, text=f"{size(total)} of {size(there)}")]
+    rows += [Bar(label=item, parts={item: value}, text=size(value)) for item, value in held.items()]
+    return bars(name, rows, size, limit=("what is there", there))
+
+
+def _traffic(plan: Plan) -> list[Block]:
+    cluster = plan.cluster
+    names = {
+        traffic.NETWORK: cluster.network.name,
+        traffic.NODE: cluster.node.name,
+        traffic.TO_DEVICE: f"{cluster.host_link.name} to the GPU",
+        traffic.TO_HOST: f"{cluster.host_link.name} to the host",
+    }
+    rows, found = traffic.table(plan.flows), []
+    for link, name in names.items():
+        causes = {cause: links[link] / GIGA for cause, links in rows.items() if links[link]}
+        if causes:
+            shown = [
+                Bar(label=cause, parts={"GB": value}, text=f"{value:,.1f}")
+                for cause, value in causes.items()
+            ]
+            found.append(bars(f"{name}, GB", shown, "{:,.1f} GB".format))
+    return found
+
+
+def _changes(changes: list[Change]) -> Table:
+    heads = ("", "GPU GiB", "host GiB", "network GB", "seconds a step")
+    rows = []
+    for c in changes:
+        cells = (c.hbm / GIB, c.host / GIB, c.network / GIGA, c.seconds)
+        rows.append((c.name, *(f"{value:+,.2f}" for value in cells)))
+    return Table(heads=heads, rows=rows, title="What is added by leaving it out")

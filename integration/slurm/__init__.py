@@ -1,0 +1,1 @@
+"""Job scripts for Slurm, and what they need before they are submitted."""

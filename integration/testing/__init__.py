@@ -1,0 +1,1 @@
+"""Run pytest on an overlay and read the outcomes."""

@@ -1,0 +1,194 @@
+"""``integration launch``: what it refuses, prints, writes and hands to sbatch."""
+
+import json
+import subprocess
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+
+from integration.cli.main import main
+from integration.ground.errors import UserError
+from integration.patchset.overlay import Overlay
+from integration.slurm import submit
+from integration.slurm.submit import Request
+
+REQUEST = Request(
+    config="mini",
+    scheduler="slurm",
+    cluster="leonardo",
+    nodes=2,
+    ranks=None,
+    spares=0,
+    account="me",
+    time=None,
+    max_restarts=3,
+    max_ctas=None,
+    max_p2p_channels=None,
+    data=None,
+    tokenizer=None,
+    without=(),
+    options=("--training.steps=5", "it's $(id)"),
+    dry=False,
+    submit=False,
+)
+
+
+@pytest.fixture
+def outputs(tmp_path, monkeypatch):
+    """The folder of runs. Overlay, data and tokenizer are not built: they are not the subject."""
+    folder = tmp_path / "outputs"
+    monkeypatch.setenv("INTEGRATION_OUTPUTS", str(folder))
+    monkeypatch.setattr(submit.overlay, "build", lambda names: Overlay(None, (), ""))
+    data = mock.Mock()
+    data.folders.return_value = (tmp_path / "tokenizer", tmp_path / "data")
+    data.tokenizer_size.return_value = 4096
+    monkeypatch.setattr(submit, "job_data", data)
+    return folder
+
+
+def commands(tmp_path, monkeypatch, sbatch: str | None) -> None:
+    """Leave one command on the PATH, or none."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    if sbatch is not None:
+        (folder / "sbatch").write_text(f"#!/bin/sh\n{sbatch}\n")
+        (folder / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"config": "mimi"}, r"unknown config mimi; did you mean mini\?"),
+        ({"scheduler": "pbs"}, r"unknown scheduler pbs; known: slurm"),
+        ({"cluster": "leonard"}, r"unknown cluster 'leonard'; did you mean leonardo\?"),
+        ({"nodes": 0}, r"--nodes must be at least 1, got 0"),
+        ({"ranks": 9}, r"--ranks-per-node 9 is more than the 4 GPUs"),
+        ({"account": "a b"}, r"--account must be"),
+        ({"dry": True, "submit": True}, r"--dry only prints .* give one of them"),
+        ({"submit": True, "account": None}, r"--submit needs the account .* --account NAME"),
+        (
+            {"cluster": "jupiter", "nodes": 96},
+            r"mini cannot run: efsdp 192 x ep 2 ranks outnumber the 8 experts",
+        ),
+        (
+            {"config": "leonardo_1t_fp8", "nodes": 128},
+            r"the A100 64GB of leonardo has none .* as --cluster jupiter",
+        ),
+        (
+            {"config": "leonardo_1t_fp8", "nodes": 128, "options": ("--parallelism.x=1",)},
+            r"the A100 64GB of leonardo has none",
+        ),
+        (
+            {"config": "leonardo_1t", "nodes": 4096},
+            r"has 16384 ranks, one a GPU, and leonardo has 13824 GPUs",
+        ),
+        ({"without": ("cpu_devise",)}, r"did you mean cpu_device\?"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_leaves_nothing(outputs, changes, sentence, monkeypatch):
+    monkeypatch.setattr(submit.shutil, "which", lambda name: name)
+    with pytest.raises(UserError, match=sentence) as caught:
+        submit.launch_job(replace(REQUEST, **changes))
+    assert "\n" not in str(caught.value)
+    assert not outputs.exists()
+
+
+def test_the_command_line_says_it_on_one_line(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", "mini", "--nodes", "0"])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --nodes must be at least 1")
+    assert error.count("\n") == 1
+
+
+def test_dry_prints_a_script_and_leaves_nothing(outputs, capsys):
+    submit.launch_job(replace(REQUEST, dry=True))
+    text = capsys.readouterr().out
+    assert text.startswith("#!/bin/bash\n")
+    assert text.rstrip().endswith("fi")
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    assert not outputs.exists()
+
+
+def test_a_run_gets_a_folder_with_the_script_and_what_was_asked(outputs, capsys):
+    submit.launch_job(REQUEST)
+    (script,) = outputs.glob("mini/*/job.sh")
+    assert f"submit with: sbatch {script}" in capsys.readouterr().out
+    assert f'#SBATCH --output="{script.parent}/logs/slurm-%j.out"' in script.read_text()
+    assert (script.parent / "logs").is_dir()  # or Slurm could not open its log
+    job = json.loads((script.parent / "job.json").read_text())
+    assert job["options"] == list(REQUEST.options)
+
+
+def test_submit_hands_the_script_to_sbatch(outputs, tmp_path, monkeypatch, capsys):
+    commands(tmp_path, monkeypatch, f'echo "$@" > {tmp_path}/asked; echo "4711;leonardo"')
+    submit.launch_job(replace(REQUEST, submit=True))
+    (script,) = outputs.glob("mini/*/job.sh")
+    assert (tmp_path / "asked").read_text() == f"--parsable {script}\n"
+    shown = capsys.readouterr().out
+    assert f"job: 4711; its log: {script.parent}/logs/slurm-4711.out; end it: scancel 4711" in shown
+
+
+def test_what_sbatch_refuses_is_passed_on(outputs, tmp_path, monkeypatch):
+    commands(tmp_path, monkeypatch, 'echo "sbatch: error: Invalid account" >&2; exit 1')
+    with pytest.raises(UserError, match=r"sbatch refused the job: sbatch: error: Invalid account"):
+        submit.launch_job(replace(REQUEST, submit=True))
+
+
+def test_submit_without_slurm_says_where_to_do_it(outputs, tmp_path, monkeypatch):
+    commands(tmp_path, monkeypatch, None)
+    with pytest.raises(UserError, match=r"--submit needs sbatch, .* on a login node"):
+        submit.launch_job(replace(REQUEST, submit=True))
+    assert not outputs.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "warning"),
+    [
+        ({"config": "jupiter_1t", "cluster": "jupiter", "nodes": 96}, ""),
+        ({"config": "leonardo_1t", "nodes": 128}, ""),
+        (
+            {"config": "jupiter_1t", "cluster": "jupiter", "nodes": 10},
+            "warning: jupiter_1t does not fit by its plan, which leaves TorchTitan's options out: "
+            "rank 0 needs 377.0 GiB on the host, which has 108.0 GiB; see: integration plan "
+            "jupiter_1t --cluster jupiter --ranks 40\n",
+        ),
+        (
+            {"config": "jupiter_1t", "cluster": "jupiter", "without": ("activation_offload",)},
+            "on the GPU, which has 95.0 GiB; see: integration plan jupiter_1t --cluster jupiter "
+            "--ranks 384 --without activation_offload\n",
+        ),
+    ],
+)
+def test_what_does_not_fit_by_its_plan_is_written_with_a_warning(outputs, capsys, changes, warning):
+    request = replace(REQUEST, nodes=None, dry=True)
+    submit.launch_job(replace(request, **changes))
+    said = capsys.readouterr()
+    assert said.out.startswith("#!/bin/bash\n")  # the script alone
+    assert said.err.endswith(warning) and bool(said.err) == bool(warning)
+
+
+def test_a_layout_of_the_users_own_is_titans_to_judge(outputs, capsys):
+    options = ("--parallelism.expert_parallel_degree=1",)
+    submit.launch_job(replace(REQUEST, cluster="jupiter", nodes=96, options=options))
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("ours", 4), ("h200", 8)])
+def test_a_cluster_that_the_planner_does_not_know_is_not_planned(
+    outputs, tmp_path, capsys, name, gpus
+):
+    """Only the layout is looked at: 40 ranks would not fit JUPITER, and h200 has two GPUs."""
+    file = tmp_path / "cluster.toml"
+    file.write_text(
+        f'name = "{name}"\npartition = "p"\naccount = "a"\ngpu = "H200"\ngpus = {gpus}\n'
+        'cores = 64\ntime_limit = "1:00:00"\ninterface = "ib0"\n'
+    )
+    request = replace(REQUEST, config="jupiter_1t", cluster=str(file), nodes=40 // gpus)
+    submit.launch_job(request)
+    assert not capsys.readouterr().err
+    with pytest.raises(UserError, match="jupiter_1t cannot run: "):
+        submit.launch_job(replace(request, nodes=1, ranks=3))

@@ -1,0 +1,94 @@
+"""The first failure is found among what torchrun and the ranks leave behind."""
+
+import json
+
+import pytest
+
+from integration.train.failure import diagnose
+
+# As torchrun prints it (torch 2.14.1), shortened.
+REPORT = """\
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+torchtitan.train FAILED
+------------------------------------------------------------
+Failures:
+[1]:
+  time      : 2026-11-29_12:00:01
+  rank      : 0 (local_rank: 0)
+  exitcode  : 1 (pid: 10)
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-29_12:00:00
+  host      : host
+  rank      : 1 (local_rank: 1)
+  exitcode  : {code} (pid: 11)
+  error_file: <N/A>
+============================================================
+"""
+
+
+@pytest.fixture
+def rank(tmp_path):
+    folder = tmp_path / "run_x" / "attempt_0" / "1"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def test_a_killed_rank_is_named_with_its_signal(tmp_path, rank):
+    failure = diagnose(tmp_path, REPORT.format(code=-9))
+    assert failure.rank == 1
+    assert failure.sentence.startswith("rank 1 was killed by signal 9")
+
+
+def test_the_words_of_the_first_rank_count_not_those_of_its_peers(tmp_path, rank):
+    peer = rank.parent / "0"
+    peer.mkdir()
+    for folder, message in ((rank, "ValueError: the cause"), (peer, "RuntimeError: peer closed")):
+        (folder / "error.json").write_text(json.dumps({"message": {"message": message}}))
+    assert diagnose(tmp_path, REPORT.format(code=1)).sentence == "ValueError: the cause"
+
+
+def test_a_rank_that_torchrun_stopped_is_not_taken_for_the_cause(tmp_path, rank):
+    peer = rank.parent / "0"
+    peer.mkdir()
+    (peer / "error.json").write_text(json.dumps({"message": {"message": "ValueError: the cause"}}))
+    failure = diagnose(tmp_path, REPORT.format(code=-15))
+    assert (failure.rank, failure.sentence) == (0, "ValueError: the cause")
+
+
+def test_a_terminated_rank_without_a_raising_peer_is_named(tmp_path, rank):
+    assert diagnose(tmp_path, REPORT.format(code=-15)).sentence == "rank 1 was killed by signal 15"
+
+
+def test_the_last_exception_of_a_traceback_is_taken(tmp_path, rank):
+    (rank / "stderr.log").write_text(
+        "Traceback (most recent call last):\n  File x\nKeyError: 'a'\n\n"
+        "During handling of the above exception, another exception occurred:\n\n"
+        "Traceback (most recent call last):\n  File y\nmodule.BadConfigError: seq_len is wrong\n"
+    )
+    sentence = diagnose(tmp_path, REPORT.format(code=1)).sentence
+    assert sentence == "module.BadConfigError: seq_len is wrong"
+
+
+def test_a_full_disk_is_said_in_plain_words(tmp_path, rank):
+    message = (
+        "CheckpointException ranks:dict_keys([0])\nOSError: [Errno 28] No space left on device"
+    )
+    (rank / "error.json").write_text(json.dumps({"message": message}))
+    assert diagnose(tmp_path, REPORT.format(code=1)).sentence == "the disk is full"
+
+
+def test_the_option_parsers_box_becomes_a_sentence(tmp_path, rank):
+    (rank / "stderr.log").write_text(
+        "╭─ Parsing error ───╮\n│ Unrecognized options: --nope │\n╰───────────────────╯\n"
+    )
+    sentence = diagnose(tmp_path, REPORT.format(code=2)).sentence
+    assert sentence == "Parsing error Unrecognized options: --nope"
+
+
+def test_a_torchrun_that_never_started_ranks_still_says_something(tmp_path):
+    output = "Traceback …\nRuntimeError: rendezvous timed out\n"
+    assert diagnose(tmp_path, output).sentence == "RuntimeError: rendezvous timed out"
+    assert diagnose(tmp_path, "").sentence == "torchrun ended without a word"

@@ -1,0 +1,1 @@
+"""Start the training job on this machine: choose, check, launch, follow, explain."""

@@ -1,0 +1,129 @@
+"""A run's folder: made anew for each run, found again by ``--resume``.
+
+``outputs/<config>/<start>/`` holds ``job.json`` (what was asked), ``checkpoint/step-N/``,
+``tb/``, ``logs/`` and, once training has ended, ``end.json``.
+"""
+
+import json
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+from integration.ground import files
+from integration.ground.errors import UserError
+from integration.ground.paths import outputs_dir
+from integration.jobs.handover import END_FILE
+
+JOB_FILE = "job.json"
+CHECKPOINTS = "checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a run was asked to do; a resumed run starts from it."""
+
+    config: str
+    data: str
+    tokenizer: str
+    options: tuple[str, ...]  # TorchTitan's, in the order given
+    contributions: tuple[str, ...]
+    layers: int | None = None  # where the config is cut
+    experts: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run's folder."""
+
+    folder: Path
+
+    @classmethod
+    def new(cls, config: str) -> "Run":
+        """Make a folder of its own; two runs started in the same second get two."""
+        parent = outputs_dir() / config
+        parent.mkdir(parents=True, exist_ok=True)
+        start = datetime.now().strftime("%Y%m%d-%H%M%S")
+        for attempt in range(100):
+            folder = parent / (f"{start}-{attempt}" if attempt else start)
+            try:
+                folder.mkdir()
+                return cls(folder)
+            except FileExistsError:
+                continue
+        raise UserError(f"no free name for a run under {parent}/{start}; try again in a second")
+
+    @classmethod
+    def latest(cls, config: str) -> "Run":
+        """Return the newest run of ``config`` that has a checkpoint.
+
+        Raises:
+            UserError: there is none.
+        """
+        parent = outputs_dir() / config
+        folders = (
+            [f for f in parent.glob("*") if (f / JOB_FILE).exists()] if parent.exists() else []
+        )
+        for folder in sorted(folders, reverse=True):
+            run = cls(folder)
+            if run.checkpoints():
+                return run
+        raise UserError(
+            f"--resume found no run of {config} with a checkpoint under {parent}; "
+            f"start one with: integration train {config}"
+        )
+
+    def write(self, job: Job) -> None:
+        files.write_json(self.folder / JOB_FILE, asdict(job), indent=1)
+
+    def job(self) -> Job:
+        try:
+            values = json.loads((self.folder / JOB_FILE).read_text())
+            return Job(
+                values["config"],
+                values["data"],
+                values["tokenizer"],
+                tuple(values["options"]),
+                tuple(values["contributions"]),
+                values.get("layers"),
+                values.get("experts"),
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{self.folder / JOB_FILE} cannot be read: {error!r}") from error
+
+    def checkpoints(self) -> list[int]:
+        """Return the steps of complete checkpoints, ascending: DCP writes ``.metadata`` last."""
+        found = []
+        for folder in (self.folder / CHECKPOINTS).glob("step-*"):
+            match = re.fullmatch(r"step-(\d+)", folder.name)
+            if match and (folder / ".metadata").exists():
+                found.append(int(match[1]))
+        return sorted(found)
+
+    def checkpoint(self, step: int) -> Path:
+        return self.folder / CHECKPOINTS / f"step-{step}"
+
+    def remove_incomplete(self) -> list[str]:
+        """Delete checkpoints that were cut off while written; return their names.
+
+        They cannot be loaded, and on a full disk they stand in the way of the next one.
+        """
+        cut_off = [
+            folder
+            for folder in (self.folder / CHECKPOINTS).glob("step-*")
+            if not (folder / ".metadata").exists()
+        ]
+        for folder in cut_off:
+            shutil.rmtree(folder, ignore_errors=True)
+        return sorted(folder.name for folder in cut_off)
+
+    def forget_end(self) -> None:
+        (self.folder / END_FILE).unlink(missing_ok=True)
+
+    def end(self) -> dict | None:
+        """Return how training ended (``step``, ``stopped``, ``peak_host_bytes``), if it did."""
+        try:
+            return json.loads((self.folder / END_FILE).read_text())
+        except FileNotFoundError:
+            return None

@@ -1,0 +1,212 @@
+"""From what the user asked to a finished run: overlay, data, folder, launch, table."""
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from integration.data import source as job_data
+from integration.ground import machine
+from integration.ground.errors import UserError
+from integration.jobs import catalog
+from integration.jobs.spec import JobSpec
+from integration.patchset import overlay, repository
+from integration.train import launch, summary
+from integration.train.run import Job, Run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One call of ``integration train``."""
+
+    config: str
+    layers: int | None
+    experts: int | None
+    resume: bool
+    data: Path | None
+    tokenizer: Path | None
+    ranks: int | None
+    port: int | None
+    without: tuple[str, ...]
+    options: tuple[str, ...]
+    debug: bool
+
+
+def train(request: Request) -> None:
+    """Train, and return once the run came to its end.
+
+    Raises:
+        UserError: what the user can mend, or how the run ended before its last step.
+    """
+    asked = catalog.find(request.config, layers=request.layers, experts=request.experts)
+    port = machine.free_port(request.port)
+    resumed = Run.latest(request.config) if request.resume else None
+    before = resumed.job() if resumed else None
+    names = contributions(request.without)
+    if before and not request.without:
+        names = _as_before(before)
+    gpus = machine.gpu_count()
+    if gpus:
+        machine.require_compiler()
+    elif names is not None and CPU_CONTRIBUTION not in names:
+        raise UserError(
+            f"torch sees no GPU here, and training on a CPU needs {CPU_CONTRIBUTION}, which is "
+            "left out; leave out others with --without"
+        )
+    patched = overlay.build(names)
+    ranks = choose_ranks(asked, request.ranks, gpus)
+    if not own_layout(request.options):
+        asked.on(ranks).check()
+
+    job = _continued(request, before) if before else _fresh(request)
+    # Looked at before a folder is made: a mistake leaves no empty run behind.
+    vocab = job_data.tokenizer_size(Path(job.tokenizer))
+    if vocab > asked.shape.vocab and not asked.tokenizer_vocab:
+        raise UserError(
+            f"the tokenizer in {job.tokenizer} has {vocab} tokens and {asked.name} a vocabulary of "
+            f"{asked.shape.vocab}; name a smaller one with --tokenizer"
+        )
+    job_data.Source.at(Path(job.data)).check()
+    run = resumed or Run.new(request.config)
+    run.write(replace(job, contributions=tuple(patched.names)))
+    run.remove_incomplete()
+    run.forget_end()
+    done = run.checkpoints()
+
+    print(f"run: {run.folder} ({ranks} rank(s), {'GPU' if gpus else 'CPU'})", flush=True)
+    line = launch.command(run, job, ranks=ranks, port=port, color=sys.stdout.isatty())
+    env = launch.environment(
+        patched,
+        ranks=ranks,
+        vocab=vocab,
+        tokenizer=job.tokenizer,
+        layers=job.layers,
+        experts=job.experts,
+    )
+    ended = launch.launch(
+        run,
+        line,
+        env,
+        show=launch.Show.EVERYTHING if request.debug else launch.Show.TITAN,
+        shown_rank=asked.on(ranks).loss_rank,
+    )
+    failure = launch.explain(run, ended)
+    if failure is None or run.end() is not None:
+        summary.show(
+            run,
+            first_step=(done[-1] if done else 0) + 1,
+            ranks=ranks,
+            contributions=patched.names,
+        )
+    if failure is not None:
+        raise failure
+
+
+# Without it TorchTitan asks for a driver that is not there.
+CPU_CONTRIBUTION = "cpu_device"
+# What one CPU machine runs without being told to by --ranks.
+CPU_RANKS = 8
+
+
+def choose_ranks(job: JobSpec, asked: int | None, gpus: int) -> int:
+    """Return how many ranks to start: one a GPU, or on a CPU what the job needs, else 2.
+
+    Raises:
+        UserError: more ranks than GPUs, or a job for many machines on this one.
+    """
+    if job.any_ranks:
+        ranks = asked or gpus or 2
+    else:
+        ranks = asked or job.ranks
+        if not asked and not gpus and ranks > CPU_RANKS:
+            raise UserError(
+                f"{job.name} is written for {ranks} ranks, one a GPU, and torch sees no GPU here; "
+                f"see what it needs with: integration plan {job.name}"
+            )
+    if gpus and ranks > gpus:
+        which = f"--ranks {ranks}" if asked else f"{job.name} is written for {ranks} ranks and"
+        raise UserError(
+            f"{which} needs as many GPUs, one a rank, and torch sees {gpus}; "
+            f"see what it needs with: integration plan {job.name}"
+        )
+    return ranks
+
+
+def own_layout(options: tuple[str, ...]) -> bool:
+    """Return whether TorchTitan's options ask for another layout, which TorchTitan judges."""
+    return any(option.startswith("--parallelism.") for option in options)
+
+
+def contributions(without: tuple[str, ...]) -> list[str] | None:
+    """Return the names of all contributions but those left out; None for all of them.
+
+    What requires one of ``without`` cannot stay, which is said: on stderr, as ``launch --dry``
+    prints a script.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    if not without:
+        return None
+    dependents = dependents_of(without)
+    if dependents:
+        print(
+            f"left out too, as they require {', '.join(without)}: {', '.join(dependents)}",
+            file=sys.stderr,
+        )
+    every = repository.load()
+    gone = {c.name for c in repository.find(every, (*without, *dependents))}
+    return [c.name for c in every if c.name not in gone]
+
+
+def dependents_of(without: tuple[str, ...]) -> list[str]:
+    """Return the names of the other contributions that require one of ``without``.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    every = repository.load()
+    asked = {c.name for c in repository.find(every, without)}
+    kept = {c.name for c in repository.leave_out(every, asked)}
+    return [c.name for c in every if c.name not in kept | asked]
+
+
+def _as_before(before: Job) -> list[str]:
+    """Return the names of the set that a run was trained on, and say what it leaves out.
+
+    Contributions that have been dropped since are upstream's now, and so are not missing.
+    """
+    every = [c.name for c in repository.load()]
+    names = [name for name in every if name in before.contributions]
+    if left_out := [name for name in every if name not in names]:
+        print(
+            f"left out, as in the run that goes on (--without names others): {', '.join(left_out)}",
+            file=sys.stderr,
+        )
+    return names
+
+
+def _fresh(request: Request) -> Job:
+    tokenizer, data = job_data.folders(request.tokenizer, request.data)
+    return Job(
+        request.config,
+        str(data),
+        str(tokenizer),
+        request.options,
+        (),
+        request.layers,
+        request.experts,
+    )
+
+
+def _continued(request: Request, before: Job) -> Job:
+    data = str(request.data.absolute()) if request.data else before.data
+    tokenizer = str(request.tokenizer.absolute()) if request.tokenizer else before.tokenizer
+    for name in ("layers", "experts"):
+        now, then = getattr(request, name), getattr(before, name)
+        if now is not None and now != then:
+            raise UserError(
+                f"--resume goes on with a run of {then or 'the default number of'} {name}, and "
+                f"--{name} {now} makes another model; leave it out, or start anew without --resume"
+            )
+    options = before.options + request.options
+    return replace(before, data=data, tokenizer=tokenizer, options=options)
