@@ -56,13 +56,10 @@ def plan(
     made = make(job, load(cluster or job.cluster), Levers().without(*(without or ())), rank)
     changed = changes(made)
     run = job.name.startswith("jupiter_1t") and made.cluster.name == "jupiter"
-    render.show(
-        made,
-        changed,
-        published.figures(made) if run and not without else [],
-        published.arithmetic(made) if run and not without else [],
-        terminal.console(120),
-    )
+    compared = run and not without
+    figures = published.figures(made) if compared else []
+    arithmetic = published.arithmetic(made) if compared else []
+    render.show(made, changed, figures, arithmetic, terminal.console(120))
     if html is not None:
-        pages.write(made, changed, html)
+        pages.write(made, changed, html, figures, arithmetic)
         print(f"page: {html}")

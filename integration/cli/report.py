@@ -15,7 +15,7 @@ def report(
         Path | None, typer.Option(metavar="FILE", help="Default: outputs/report.html.")
     ] = None,
 ) -> None:
-    """Write one self-contained HTML page: ladder, losses, timeline, memory, contributions."""
+    """Write one self-contained HTML page: ladder, losses, streams, memory, contributions."""
     from integration.ground.paths import outputs_dir
     from integration.report import report as module
 
