@@ -206,19 +206,21 @@ def overlay(names: Names = None) -> None:
 
 @patches.command()
 def readme(
-    write: Annotated[bool, typer.Option("--write", help="Put it into README.md.")] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="Write the tables into README.md and CONTRIBUTING.md.")
+    ] = False,
 ) -> None:
-    """Print the README's table of contributions, made from the patch headers."""
+    """Print the README's table of contributions, made from the patch headers and evidence."""
     from integration.evidence import readme as module
     from integration.patchset import repository
 
     contributions = repository.load()
     if not write:
         print(module.table(contributions))
-    elif module.write(contributions):
-        print("README.md: table written")
+    elif changed := module.write(contributions):
+        print(f"{' and '.join(changed)}: table written")
     else:
-        print("README.md: table is up to date")
+        print("The tables are up to date.")
 
 
 def env(names: Names = None) -> None:

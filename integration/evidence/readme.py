@@ -1,10 +1,10 @@
-"""The README's table of contributions, generated from the patch headers and the evidence."""
+"""The tables of contributions, generated from the patch headers and the evidence."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from integration.evidence import effect
-from integration.ground import paths
+from integration.ground import files, paths
 from integration.ground.errors import UserError
 from integration.patchset.finding import Finding
 from integration.patchset.patch import Contribution
@@ -12,35 +12,49 @@ from integration.patchset.patch import Contribution
 BEGIN = "<!-- contributions:begin -->"
 END = "<!-- contributions:end -->"
 PROOF_BEGIN, PROOF_END = "<!-- proof:begin -->", "<!-- proof:end -->"
+Rows = Callable[[Sequence[Contribution]], str]
 
 
 def table(contributions: Sequence[Contribution]) -> str:
-    """Return the Markdown table; a name links to its patch, a test to its file.
+    """Return README's Markdown table: what each contribution is for, and what it was measured at.
 
     Raises:
         UserError: an effect that the evidence does not hold.
     """
-    heads = ("contribution", "upstream", "status", "what it changes", "measured effect")
-    heads = (*heads, "requires", "tests")
-    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for c in contributions:
-        folder = f"{c.upstream}_contrib/{c.name}"
-        cells = (
-            f"[{c.name}](patches/{c.upstream}/{c.name}.patch)",
-            c.upstream,
-            " ".join(c.values("Status")),
-            c.subject,
-            effect.markdown(c),
-            ", ".join(c.requires),
-            "<br>".join(f"[{file}]({folder}/{file})" for file, _ in c.tests),
-        )
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(rows)
+    return _table(
+        ("contribution", "what it gives", "measured"),
+        (
+            (f"[{c.name}](patches/{c.upstream}/{c.name}.patch)", c.subject, effect.markdown(c))
+            for c in contributions
+        ),
+    )
 
 
-def updated(text: str, contributions: Sequence[Contribution]) -> str | None:
-    """Return the README with its table made anew, or None when it has no place for one."""
-    return with_body(text, BEGIN, END, lambda: table(contributions))
+def details(contributions: Sequence[Contribution]) -> str:
+    """Return CONTRIBUTING's Markdown table: where each contribution stands and what it needs."""
+    folders = {c.name: f"{c.upstream}_contrib/{c.name}" for c in contributions}
+    return _table(
+        ("contribution", "upstream", "status", "requires", "tests"),
+        (
+            (
+                f"[{c.name}](patches/{c.upstream}/{c.name}.patch)",
+                c.upstream,
+                " ".join(c.values("Status")),
+                ", ".join(c.requires),
+                "<br>".join(f"[{file}]({folders[c.name]}/{file})" for file, _ in c.tests),
+            )
+            for c in contributions
+        ),
+    )
+
+
+TABLES: dict[str, Rows] = {"README.md": table, "CONTRIBUTING.md": details}
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join(lines)
 
 
 def with_body(text: str, begin: str, end: str, body: Callable[[], str]) -> str | None:
@@ -51,43 +65,58 @@ def with_body(text: str, begin: str, end: str, body: Callable[[], str]) -> str |
 
 
 def stale(contributions: Sequence[Contribution], root: Path | None = None) -> list[Finding]:
-    """Return a finding when the README's table is not the patches' own."""
-    file = (root or paths.REPO) / "README.md"
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    try:
-        fresh = updated(text, contributions)
-    except UserError as error:
-        return [_without_effect(error)]
-    if fresh is None or fresh == text:
-        return []
-    pairs = zip(text.split("\n"), fresh.split("\n"), strict=False)
-    line, (found, expected) = next((n, p) for n, p in enumerate(pairs, 1) if p[0] != p[1])
-    return [
-        Finding(
-            patch="(table)",
-            file="README.md",
-            line=line,
-            expected=f"`{expected}`",
-            found=f"`{found}`",
-            verdict="stale table",
-            next="integration patches readme --write",
+    """Return a finding for each table that is not the patches' own."""
+    findings = []
+    for name, rows in TABLES.items():
+        text = _read(root, name)
+        try:
+            fresh = with_body(text, BEGIN, END, lambda rows=rows: rows(contributions))
+        except UserError as error:
+            findings.append(_without_effect(error))
+            continue
+        if fresh is None or fresh == text:
+            continue
+        pairs = zip(text.split("\n"), fresh.split("\n"), strict=False)
+        line, (found, expected) = next((n, p) for n, p in enumerate(pairs, 1) if p[0] != p[1])
+        findings.append(
+            Finding(
+                patch="(table)",
+                file=name,
+                line=line,
+                expected=f"`{expected}`",
+                found=f"`{found}`",
+                verdict="stale table",
+                next="integration patches readme --write",
+            )
         )
-    ]
+    return findings
 
 
-def write(contributions: Sequence[Contribution], root: Path | None = None) -> bool:
-    """Write the table into README.md; return whether anything changed."""
-    file = (root or paths.REPO) / "README.md"
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    fresh = updated(text, contributions)
-    if fresh is None:
-        raise UserError(
-            f"expected the lines {BEGIN} and {END} in README.md, found "
-            f"{'no such lines' if text else 'no README.md'}; the table has no place: add them"
-        )
-    if fresh != text:
-        file.write_text(fresh, encoding="utf-8")
-    return fresh != text
+def write(contributions: Sequence[Contribution], root: Path | None = None) -> list[str]:
+    """Write the tables into README.md and CONTRIBUTING.md; return the names of what has changed.
+
+    Raises:
+        UserError: README.md has no place for its table, or an effect is not in the evidence.
+    """
+    changed = {}
+    for name, rows in TABLES.items():
+        text = _read(root, name)
+        fresh = with_body(text, BEGIN, END, lambda rows=rows: rows(contributions))
+        if fresh is None and name == "README.md":
+            raise UserError(
+                f"expected the lines {BEGIN} and {END} in {name}, found "
+                f"{'no such lines' if text else f'no {name}'}; the table has no place: add them"
+            )
+        if fresh is not None and fresh != text:
+            changed[name] = fresh
+    for name, fresh in changed.items():
+        files.write((root or paths.REPO) / name, fresh)
+    return list(changed)
+
+
+def _read(root: Path | None, name: str) -> str:
+    file = (root or paths.REPO) / name
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
 
 
 def _without_effect(error: UserError) -> Finding:

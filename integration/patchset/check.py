@@ -163,10 +163,7 @@ def _pair(
     pristine: scratch.Files,
 ) -> list[Finding]:
     first, second = sets[left.name], sets[right.name]
-    only_first = [c for c in first if c not in second]
-    only_second = [c for c in second if c not in first]
-    # Patches without a common file commute by construction: applying one changes nothing that the
-    # other reads. A required patch is in its dependent's set, so "only" is empty: nothing to show.
+    only_first, only_second = _only(first, second)
     if not scratch.touched(only_first) & scratch.touched(only_second):
         return []
     one, failed = scratch.apply(pristine, [*first, *only_second])
@@ -190,6 +187,29 @@ def _pair(
             )
         )
     return findings
+
+
+def _only(
+    first: Sequence[Contribution], second: Sequence[Contribution]
+) -> tuple[list[Contribution], list[Contribution]]:
+    """Return what each of two sets has alone.
+
+    Where they share no file they commute by construction: applying one changes nothing that the
+    other reads. A required patch is in its dependent's set, so that one of the two is empty.
+    """
+    return [c for c in first if c not in second], [c for c in second if c not in first]
+
+
+def meetings(contributions: Sequence[Contribution]) -> dict[str, int]:
+    """Return for each name how many others it shares a file with, and is tried with both ways."""
+    counts = dict.fromkeys((c.name for c in contributions), 0)
+    sets = {c.name: repository.close(contributions, [c.name]) for c in contributions}
+    for left, right in combinations(contributions, 2):
+        first, second = _only(sets[left.name], sets[right.name])
+        if scratch.touched(first) & scratch.touched(second):
+            counts[left.name] += 1
+            counts[right.name] += 1
+    return counts
 
 
 def _in_pair(finding: Finding, before: Contribution) -> Finding:

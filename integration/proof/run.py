@@ -76,7 +76,7 @@ def _proof(
 ) -> list[table_module.Row]:
     everything = repository.load()
     chosen = [c for c in everything if not names or c.name in names]
-    return table_module.rows(chosen, verdicts, parities, check(), len(everything))
+    return table_module.rows(chosen, verdicts, parities, check(), everything)
 
 
 def _run_suite(suite: Suite) -> Verdict:

@@ -9,6 +9,7 @@ from integration.evidence import record as evidence
 from integration.evidence.stale import DIGITS
 from integration.ground import paths
 from integration.ground.errors import UserError
+from integration.patchset import check
 from integration.patchset.finding import Finding
 from integration.patchset.patch import Contribution
 from integration.proof.parity import Parity
@@ -16,7 +17,7 @@ from integration.proof.stages import Stage
 from integration.proof.verdict import Verdict
 
 COLUMNS = (
-    "alone", "pristine fails", "with requirements", "every pair", "full set", "bitwise parity",
+    "alone", "fails without it", "with requirements", "both orders", "full set", "bitwise parity",
     "evidence fresh",
 )  # fmt: skip
 _FAILS = "FAILS"
@@ -41,23 +42,26 @@ def rows(
     verdicts: Sequence[Verdict],
     parities: Sequence[Parity],
     findings: Sequence[Finding],
-    total: int,
+    everything: Sequence[Contribution],
 ) -> list[Row]:
     """Put the outcomes together.
 
     Args:
         findings: what `integration patches check` found wrong, anywhere.
-        total: number of contributions there are, for the count of pairs.
+        everything: all contributions, which may be more than those of the table.
     """
     stages = {(v.suite.name, v.suite.stage): v for v in verdicts}
     equal = {p.name: p for p in parities}
+    meetings = check.meetings(everything)
+    others = len(everything) - 1
     result = []
     for c in contributions:
 
         def tests(stage: Stage, name: str = c.name) -> str:
             verdict = stages[name, stage]
-            count = verdict.outcome.failed if stage is Stage.PRISTINE else verdict.outcome.passed
-            return str(count) if verdict.good else _FAILS
+            # The pristine run stops at its first failure: there is nothing to count.
+            count = "yes" if stage is Stage.PRISTINE else str(verdict.outcome.passed)
+            return count if verdict.good else _FAILS
 
         wrong = [f for f in findings if c.name in f.patch.replace(",", " ").split()]
         stale = [f for f in wrong if f.verdict == "stale evidence"]
@@ -68,7 +72,7 @@ def rows(
             _NOT_DUE if c.requires else alone,
             tests(Stage.PRISTINE),
             alone if c.requires else _NOT_DUE,
-            _FAILS if len(wrong) > len(stale) else str(total - 1),
+            _FAILS if len(wrong) > len(stale) else f"{meetings[c.name]} of {others}",
             tests(Stage.FULL),
             parity,
             _FAILS if stale else str(kept) if kept else _NOT_DUE,
@@ -80,10 +84,11 @@ def rows(
 def legend(parities: Sequence[Parity]) -> str:
     """Say what the numbers count, and why a parity was not due."""
     words = (
-        "Alone, with requirements, full set: tests that pass; pristine fails: tests that fail "
-        "without the patch, up to the first; every pair: patches that it applies with, in both "
-        "orders; bitwise parity: ten steps of mini_adamw, which runs neither Muon nor CPU offload; "
-        "evidence fresh: files measured on this very patch, whatever its words were"
+        "Alone, with requirements, full set: tests that pass. Fails without it: a test fails on "
+        "the pristine pins, where the run stops. Both orders: how many of the other patches change "
+        "a file that it changes, and were applied before it and after it with the same result. "
+        "Bitwise parity: ten steps of mini_adamw, which runs neither Muon nor CPU offload. "
+        "Evidence fresh: files measured on this very patch, whatever its words were"
     )
     reasons = [f"{p.name}: no parity: {p.words}" for p in parities if p.equal is None]
     return ". ".join([words, *reasons]) + "."

@@ -8,7 +8,7 @@ from expecttest import assert_expected_inline
 from integration.evidence import readme
 from integration.ground import paths
 from integration.ground.errors import UserError
-from integration.patchset import repository, scratch
+from integration.patchset import check, repository, scratch
 from integration.tests.patchset.conftest import BLOCK, LINES, House, line, user_git
 
 
@@ -37,6 +37,14 @@ def test_subject_and_text_beyond_ascii_round_trip(house: House) -> None:
     house.add("one", {"fakebase/core.py": line(3, "größer ✓")}, subject="[fake] Größer ✓ " * 6)
     assert house.check() == []
     assert house.get("one").subject == ("[fake] Größer ✓ " * 6).strip()
+
+
+def test_only_patches_that_share_a_file_meet(house: House) -> None:
+    house.add("one", {"fakebase/core.py": line(3, "one")})
+    house.add("two", {"fakebase/core.py": line(20, "two")})
+    house.add("apart", {"fakebase/block.py": "x = 1\n"})
+    house.add("above", {"fakebase/core.py": line(4, "above", line(3, "one"))}, requires=["one"])
+    assert check.meetings(repository.load()) == {"one": 1, "two": 2, "apart": 0, "above": 1}
 
 
 def test_crlf_is_named_once(house: House) -> None:
@@ -264,9 +272,21 @@ def test_stale_table(house: House) -> None:
     assert house.check() == []
     assert file.read_text().endswith("\n\nText.\n")
     assert readme.table(repository.load()).split("\n") == [
-        "| contribution | upstream | status | what it changes | measured effect | requires "
-        "| tests |",
-        "|---|---|---|---|---|---|---|",
-        "| [one](patches/pytorch/one.patch) | pytorch | pending | [fake] Change one "
-        "| no figures: tests only |  | [test_one.py](pytorch_contrib/one/test_one.py) |",
+        "| contribution | what it gives | measured |",
+        "|---|---|---|",
+        "| [one](patches/pytorch/one.patch) | [fake] Change one | no figures: tests only |",
     ]
+
+
+def test_stale_details(house: House) -> None:
+    house.add("one", {"fakebase/core.py": line(3, "one")})
+    (house.root / "README.md").write_text(f"{readme.BEGIN}\n{readme.END}\n")
+    file = house.root / "CONTRIBUTING.md"
+    file.write_text(f"{readme.BEGIN}\n{readme.END}\n")
+    assert [f.file for f in house.check()] == ["README.md", "CONTRIBUTING.md"]
+    assert readme.write(repository.load()) == ["README.md", "CONTRIBUTING.md"]
+    assert house.check() == []
+    assert readme.details(repository.load()).split("\n")[2] == (
+        "| [one](patches/pytorch/one.patch) | pytorch | pending |  "
+        "| [test_one.py](pytorch_contrib/one/test_one.py) |"
+    )

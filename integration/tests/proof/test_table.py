@@ -44,10 +44,10 @@ def test_cells(tmp_path: Path) -> None:
     (folder / "a.json").write_text("{}")
     ran = [*verdicts("one"), *verdicts("two")]
     parities = [Parity("one", True, "equal"), Parity("two", None, "changes numbers")]
-    good = table.rows([one, two], ran, parities, [], 2)
+    good = table.rows([one, two], ran, parities, [], [one, two])
     assert [(r.name, r.cells, r.good) for r in good] == [
-        ("one", ("3", "2", "-", "1", "3", "equal", "1"), True),
-        ("two", ("-", "2", "3", "1", "3", "-", "-"), True),
+        ("one", ("3", "yes", "-", "0 of 1", "3", "equal", "1"), True),
+        ("two", ("-", "yes", "3", "0 of 1", "3", "-", "-"), True),
     ]
     assert table.legend(parities).endswith("two: no parity: changes numbers.")
 
@@ -56,10 +56,10 @@ def test_cells(tmp_path: Path) -> None:
     ("column", "bad", "parity", "found"),
     [
         ("alone", {"ALONE": True}, True, []),
-        ("pristine fails", {"PRISTINE": True}, True, []),
+        ("fails without it", {"PRISTINE": True}, True, []),
         ("full set", {"FULL": True}, True, []),
         ("bitwise parity", {}, False, []),
-        ("every pair", {}, True, [finding("two after one", "surroundings changed")]),
+        ("both orders", {}, True, [finding("two after one", "surroundings changed")]),
         ("evidence fresh", {}, True, [finding("one", "stale evidence")]),
     ],
 )
@@ -67,7 +67,7 @@ def test_each_failure_is_in_its_cell(
     tmp_path: Path, column: str, bad: dict, parity: bool, found: list[Finding]
 ) -> None:
     one = contribution("one", "", tmp_path)
-    (row,) = table.rows([one], verdicts("one", **bad), [Parity("one", parity, "")], found, 3)
+    (row,) = table.rows([one], verdicts("one", **bad), [Parity("one", parity, "")], found, [one])
     failing = [c for c, cell in zip(table.COLUMNS, row.cells, strict=True) if cell == "FAILS"]
     assert (failing, row.good) == ([column], False)
 
@@ -89,7 +89,7 @@ def test_written_into_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         """\
 before
 <!-- proof:begin -->
-| contribution | alone | pristine fails | with requirements | every pair | full set | bitwise parity | evidence fresh | patch |
+| contribution | alone | fails without it | with requirements | both orders | full set | bitwise parity | evidence fresh | patch |
 |---|---|---|---|---|---|---|---|---|
 | one | 3 | 2 | - | 1 | 3 | equal | 1 | `abababab` |
 
@@ -122,5 +122,5 @@ def test_stale_once_a_patch_is_another(tmp_path: Path, monkeypatch: pytest.Monke
     ]
     assert [f.expected for f in stale(tmp_path, [one])] == ["two not in the set"]
     # Nor does it stand in the way of the run that writes the next one.
-    (row,) = table.rows([two], verdicts("two"), [Parity("two", True, "")], [found], 2)
+    (row,) = table.rows([two], verdicts("two"), [Parity("two", True, "")], [found], [two])
     assert row.good

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -18,7 +19,7 @@ from integration.ground.errors import UserError
 from integration.patchset import repository
 from integration.report import charts, ladder, memory, page, picture, report, runs, streams
 from integration.report.charts import Bar
-from integration.report.page import Missing, Section
+from integration.report.page import Beside, Closed, Missing, Section
 from integration.tests.report import samples
 from integration.train import summary
 
@@ -43,8 +44,18 @@ def missing(section: Section) -> str:
 
 
 def drawn(section: Section) -> list[charts.Chart]:
-    found = [b for block in section.blocks for b in getattr(block, "charts", [block])]
-    return [block for block in found if isinstance(block, charts.Chart)]
+    """Return all charts of a section, also those that are closed."""
+
+    def flat(blocks: Sequence[page.Block]) -> Iterator[page.Block]:
+        for block in blocks:
+            if isinstance(block, Closed):
+                yield from flat(block.blocks)
+            elif isinstance(block, Beside):
+                yield from block.charts
+            else:
+                yield block
+
+    return [block for block in flat(section.blocks) if isinstance(block, charts.Chart)]
 
 
 def test_what_is_not_there_names_the_command_that_makes_it() -> None:
