@@ -227,10 +227,14 @@ def pr(
     """Prepare NAME as a pull request: a branch in DIR, and pr.md. A person submits it."""
     import shlex
 
-    from integration.upstream.pr import prepare
+    from integration.upstream.pr import look, prepare
 
-    with _telling(f"Making the branch {name}") as tell:
-        prepared = prepare(name, checkout, base, test=test, tell=tell)
+    with _telling(f"Reading what upstream has done since the pin to the lines of {name}") as tell:
+        looked = look(name, checkout, base, test=test, tell=tell)
+        # It is worth most where the patch no longer fits, and the branch cannot be made.
+        print("upstream  " + "\n          ".join(looked.lines))
+        tell(f"Making the branch {name}")
+        prepared = prepare(name, checkout, base, looked=looked, test=test, tell=tell)
     branch = prepared.branch
     path = shlex.quote(str(checkout))
     print(f"branch    {branch.name} of {checkout}: on {branch.base[:12]}")

@@ -3,7 +3,8 @@
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -56,12 +57,7 @@ def make(clone: Path, name: str, base: str | None) -> Branch:
     (contribution,) = repository.find(contributions, [name])
     name = contribution.name
     pin = pins_module.load()[contribution.upstream]
-    start = _resolve(clone, pin.package, base)
-    if not git.attempt(["rev-parse", "--verify", "--quiet", f"refs/heads/{name}"], clone).code:
-        raise UserError(
-            f"expected no branch {name} in {clone}, found one, which may hold your work; nothing "
-            f"was changed: rename it (`git -C {clone} branch -m {name} OTHER`) and repeat"
-        )
+    start = begin(clone, contribution, base)
     required = repository.close(contributions, [name])
     mine = [c for c in required if c.upstream == contribution.upstream]
     tests = {path: (c.folder / file).read_bytes() for c in mine for file, path in c.tests}
@@ -87,6 +83,23 @@ def make(clone: Path, name: str, base: str | None) -> Branch:
     git.run(["update-ref", f"refs/heads/{name}", commit, "0" * 40], clone)
     there = tuple(c for c in mine if c.subject in made)
     return Branch(name, start, commit, there, tuple(files.split("\0")[:-1]))
+
+
+def begin(clone: Path, contribution: Contribution, base: str | None) -> str:
+    """Return the commit of ``clone`` on which the branch is to be made.
+
+    Raises:
+        UserError: no such clone or revision, or the branch exists.
+    """
+    name = contribution.name
+    pin = pins_module.load()[contribution.upstream]
+    start = _resolve(clone, pin.package, base)
+    if not git.attempt(["rev-parse", "--verify", "--quiet", f"refs/heads/{name}"], clone).code:
+        raise UserError(
+            f"expected no branch {name} in {clone}, found one, which may hold your work; nothing "
+            f"was changed: rename it (`git -C {clone} branch -m {name} OTHER`) and repeat"
+        )
+    return start
 
 
 def remove(clone: Path, branch: Branch) -> None:
@@ -157,17 +170,30 @@ def lint(clone: Path, branch: Branch) -> list[Linted]:
 
     They run in a worktree of its own, with the configuration that stands in it.
     """
+    try:
+        with worktree(clone, branch.commit) as tree:
+            there = [f for f in branch.files if (tree / f).is_file()]
+            python = [f for f in there if f.endswith((".py", ".pyi"))]
+            return [_run(tree, *line) for line in _linters(tree, there, python)]
+    except UserError as error:  # a partial clone, no space: the branch is there all the same
+        return [Linted("git worktree add", None, str(error))]
+
+
+@contextmanager
+def worktree(clone: Path, commit: str) -> Generator[Path, None, None]:
+    """Yield a folder with the files of ``commit``, and let ``clone`` forget it afterwards.
+
+    Raises:
+        UserError: git cannot write them out; it says why.
+    """
     with TemporaryDirectory(prefix="integration-") as temporary:
         tree = Path(temporary) / "tree"
-        added = ["worktree", "add", "--quiet", "--detach", "--force", str(tree), branch.commit]
+        added = ["worktree", "add", "--quiet", "--detach", "--force", str(tree), commit]
         try:
             done = git.attempt(added, clone)
-            if done.code:  # a partial clone, no space: the branch is there all the same
-                return [Linted("git worktree add", None, done.err)]
-            python = [f for f in branch.files if f.endswith((".py", ".pyi"))]
-            there = [f for f in branch.files if (tree / f).is_file()]
-            python = [f for f in python if f in there]
-            return [_run(tree, *line) for line in _linters(tree, there, python)]
+            if done.code:
+                raise UserError(done.err)
+            yield tree
         finally:
             _forget(clone, tree)
 

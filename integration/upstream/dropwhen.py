@@ -11,12 +11,14 @@ from pathlib import Path
 from integration.ground import paths
 from integration.ground.errors import UserError
 from integration.patchset import overlay, scratch
+from integration.patchset import pins as pins_module
 from integration.patchset.patch import Contribution
 from integration.patchset.pins import Pin
 from integration.testing.suite import Outcome, run_pytest
-from integration.upstream import index
+from integration.upstream import branch, index
 from integration.upstream.newer import Newer
 
+_NOT_COMPILED = "a checkout of torch has no compiled code: give a wheel or a version"
 # What the contributions' tests need beside the upstreams, at the versions that they have here.
 _TOOLS = ("expecttest", "pytest", "pytest-timeout")
 
@@ -55,6 +57,25 @@ def words(outcome: Outcome) -> str:
     return "passes" if outcome.passed else "skipped"
 
 
+def on_commit(contribution: Contribution, clone: Path, commit: str) -> str:
+    """Run it on ``commit`` of an upstream's clone, in a throwaway environment; return the verdict.
+
+    Where it cannot run, the verdict is ``not run: `` and the reason.
+    """
+    pins = pins_module.load()
+    pin = pins[contribution.upstream]
+    if pin.upstream == "pytorch":
+        return f"not run: {_NOT_COMPILED} to `integration patches drift --run-drop-when`"
+    try:
+        with branch.worktree(clone, commit) as tree:
+            newer = {pin.upstream: Newer(pin, commit[:12], folder=tree)}
+            with environment(newer, pins) as python:
+                outcome = run(contribution, str(python))
+    except UserError as error:
+        return f"not run: {error}"
+    return ": ".join((words(outcome), *outcome.failures[:1]))
+
+
 @contextmanager
 def environment(newer: Mapping[str, Newer], pins: Mapping[str, Pin]) -> Generator[Path, None, None]:
     """Yield the Python of a throwaway environment with ``newer``, and the pins for the others."""
@@ -82,7 +103,7 @@ def _installable(newer: Newer, copy: Path) -> str:
     if not any((newer.folder / name).is_file() for name in ("pyproject.toml", "setup.py")):
         raise UserError(f"no pyproject.toml in {newer.folder}")
     if newer.pin.upstream == "pytorch":
-        raise UserError("a checkout of torch has no compiled code: give a wheel or a version")
+        raise UserError(_NOT_COMPILED)
     files = {
         file.relative_to(newer.folder).as_posix(): file.read_bytes()
         for file in newer.folder.rglob("*")

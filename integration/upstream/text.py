@@ -25,16 +25,21 @@ def write(
     branch: Branch,
     linted: Sequence[Linted],
     outcomes: Mapping[str, Outcome],
+    upstream: Sequence[str],
 ) -> str:
     """Return the Markdown.
 
     Args:
+        upstream: what it has done since the pin to the patch's lines, a line each; for the person
+            who submits, not for the pull request.
         outcomes: ``pristine`` and ``patched`` to what the tests gave; empty if they were not run.
     """
     parts = [f"# {contribution.subject}", _body(contribution), _links(contribution, branch)]
     parts += ["## Tests", _tests(contribution, pin, outcomes), _lint(linted)]
     parts += ["## Numbers", _numbers(contribution)]
     parts += ["## AI assistance", _ai()]
+    parts += ["<!-- Not part of the text: remove from here on before sending. -->"]
+    parts += ["## Upstream since the pin", "\n".join(f"- {line}" for line in upstream)]
     parts += [_checklist(contribution, branch, linted, outcomes)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -161,8 +166,6 @@ def _checklist(
         lines.append("- [ ] `docs.md` of the contribution is where its first line says")
     rules = RULES.get(contribution.upstream, ())
     lines += [f"- [ ] {rule.text} ([source]({rule.source}))" for rule in rules]
-    return (
-        "<!-- Not part of the text: remove from here on before sending. -->\n\n"
-        f"## Checklist (upstream's rules as noted on {NOTED}; read them again)\n\n"
-        + "\n".join(lines)
+    return f"## Checklist (upstream's rules as noted on {NOTED}; read them again)\n\n" + "\n".join(
+        lines
     )

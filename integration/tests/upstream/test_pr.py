@@ -177,7 +177,7 @@ def test_the_text(full: House, clone: Path) -> None:
         "pristine": Outcome(1, 2, 0, 0.1, (), True),
         "patched": Outcome(3, 0, 0, 0.1, (), True),
     }
-    written = text.write(two, pins.load()["pytorch"], made, linted, outcomes)
+    written = text.write(two, pins.load()["pytorch"], made, linted, outcomes, ["No commit."])
     assert_expected_inline(
         written.partition("- [ ]")[0],
         """\
@@ -236,6 +236,10 @@ Machine: gpu none, cores 2. torch 1.0
 
 <!-- Not part of the text: remove from here on before sending. -->
 
+## Upstream since the pin
+
+- No commit.
+
 ## Checklist (upstream's rules as noted on 2026-11-30; read them again)
 
 - [x] the tests are in the branch: test/test_two.py
@@ -252,7 +256,10 @@ Machine: gpu none, cores 2. torch 1.0
 def test_the_verb(full: House, clone: Path, run) -> None:
     ran = run("patches", "pr", "two", "--checkout", str(clone), "--no-test")
     assert ran.code == 0, ran.err
-    assert ran.err == "Making the branch two\nRunning the linters of the clone on two\n"
+    assert ran.err == (
+        "Reading what upstream has done since the pin to the lines of two\n"
+        "Making the branch two\nRunning the linters of the clone on two\n"
+    )
     assert "branch    two of " in ran.out
     assert "--reset-author" in ran.out
     file = Path(ran.out.partition("text      ")[2].splitlines()[0])
