@@ -65,6 +65,12 @@ def since_pin(contribution: Contribution, clone: Path, base: str) -> Since:
             f"{pin.repository}`, with `--unshallow` in a shallow clone."
         )
         return Since(shown, base, unknown=told)
+    if _cut(clone, f"{start}..{base}"):
+        told = (
+            f"The commits since {shown} cannot be listed, as the shallow clone {clone} lacks some "
+            f"of them: run `git -C {clone} fetch --unshallow`."
+        )
+        return Since(shown, base, unknown=told)
     try:
         touching = _touching(contribution, pin, clone, f"{start}..{base}", base)
         between = ["--topo-order", "-z", "--format=%H%x09%h%x09%cs%x09%s", f"{start}..{base}"]
@@ -84,6 +90,16 @@ def _start(pin: Pin, clone: Path) -> str | None:
         if not found.code:
             return found.text
     return None
+
+
+def _cut(clone: Path, between: str) -> bool:
+    """Tell whether the history of a shallow clone ends in the range.
+
+    The commit where it ends would count as one that adds every file.
+    """
+    shallow = git.attempt(["rev-parse", "--is-shallow-repository"], clone).text == "true"
+    line = ["rev-list", "--max-parents=0", "--max-count=1", between]
+    return shallow and bool(git.attempt(line, clone).text)
 
 
 def _git(arguments: Sequence[str], clone: Path) -> str:

@@ -216,6 +216,23 @@ def test_a_clone_without_the_pin(one: House, clone: Path, tmp_path: Path, run) -
     assert "\nbranch    one of " in ran.out
 
 
+def test_a_shallow_clone_with_the_pin(one: House, clone: Path, tmp_path: Path) -> None:
+    """Its oldest commit looks as if it had added every file."""
+    for number in range(30, 40):
+        edit(clone, f"line {number}\n", "changed\n")
+    shallow = tmp_path / "shallow"
+    user_git(tmp_path, "clone", "-q", "--depth=3", "--no-tags", f"file://{clone}", str(shallow))
+    user_git(shallow, "fetch", "-q", "--depth=1", "origin", "tag", "v1.0")
+    base = user_git(shallow, "rev-parse", "main").strip()
+    since = since_pin(one.get("one"), shallow, base)
+    assert since.lines == (
+        f"The commits since fakebase 1.0 cannot be listed, as the shallow clone {shallow} lacks "
+        f"some of them: run `git -C {shallow} fetch --unshallow`.",
+    )
+    user_git(shallow, "fetch", "-q", "--unshallow")
+    assert since_pin(one.get("one"), shallow, base).commits == ()
+
+
 BACKEND = """\
 import zipfile
 
