@@ -31,6 +31,7 @@ from torch.testing._internal.common_distributed import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.flex_shard import (
     BlockShard,
     BucketConfig,
@@ -39,7 +40,6 @@ from torchtitan.distributed.flex_shard import (
     dist_muon,
     Owned,
 )
-from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.flex_shard._optimizer_reshard_schedule import (
     _build_packed_all_to_all_schedule,
     _dtensor_storage_region_at_coordinate,
@@ -48,6 +48,7 @@ from torchtitan.distributed.flex_shard._optimizer_reshard_schedule import (
     _RedistributionDirection,
     _stored_runs,
 )
+from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh
 
 HYPERPARAMETERS = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
 NUM_STEPS = 5
@@ -493,6 +494,58 @@ class TestJointGroups(MultiThreadedTestCase):
         stage_mesh._flatten()
         self._build_on_first_stage(stage, stage_mesh)
         self._assert_same_groups()
+
+
+class TestJointGroupsOfFSDP(unittest.TestCase):
+    def test_parameters_are_redistributed_in_the_groups_that_exist(self):
+        """On rank 0 of a pipeline, for each way in which FSDP2 gets its mesh."""
+        cases = itertools.product(
+            ("spmd_types", "full_dtensor", "partial_dtensor"),
+            ((1, 2, 1), (2, 2, 1), (1, 2, 2)),  # dp_replicate, dp_shard, cp
+        )
+        for number, (spmd_backend, sizes) in enumerate(cases):
+            with self.subTest(spmd_backend=spmd_backend, sizes=sizes):
+                world_size = 2 * math.prod(sizes) * 2
+                dist.init_process_group(
+                    "fake", store=FakeStore(), rank=0, world_size=world_size
+                )
+                self.addCleanup(dist.destroy_process_group)
+                self._check(spmd_backend, *sizes, world_size, shape=(8, 8 + 2 * number))
+                self.doCleanups()
+
+    def _check(self, spmd_backend, dp_replicate, dp_shard, cp, world_size, *, shape):
+        dims = ParallelDims(
+            dp_replicate=dp_replicate,
+            dp_shard=dp_shard,
+            cp=cp,
+            tp=2,
+            pp=2,
+            ep=1,
+            world_size=world_size,
+            spmd_backend=spmd_backend,
+        )
+        with mock.patch("torchtitan.distributed.parallel_dims.device_type", "cpu"):
+            dims.build_mesh()
+        if spmd_backend == "partial_dtensor":
+            tp_mesh, placements = dims.get_mesh("tp"), [Shard(1)]
+            fsdp = {"mesh": dims.get_activated_mesh(["dp_replicate", "fsdp"])}
+            joint = dims.get_mesh("fsdp_tp")
+        else:
+            tp_mesh, dp_mesh_dims = resolve_fsdp_mesh(dims)
+            placements = [Replicate()] * (tp_mesh.ndim - 1) + [Shard(1)]
+            fsdp = {"mesh": tp_mesh, "dp_mesh_dims": dp_mesh_dims}
+            joint = dims.get_mesh("dp_shard_cp_tp" if cp > 1 else "dp_shard_tp")
+        module = torch.nn.Module()
+        module.p = torch.nn.Parameter(
+            distribute_tensor(torch.zeros(shape), tp_mesh, placements)
+        )
+        fully_shard(module, **fsdp)
+        axes = set(module.p.device_mesh.mesh_dim_names) - {"dp_replicate"}
+        with mock.patch.object(
+            dist_muon._BucketedRedistributionRuntime, "reserve_buffers"
+        ), mock.patch.object(dist_muon.DistMuon, "_validate_plan_across_ranks"):
+            optimizer = build({"p": module.p}, dict.fromkeys(axes, Owned()))
+        self.assertIs(optimizer._specs[0].mesh, joint)
 
 
 def stored_index(shape, mesh, at, placements):
