@@ -509,9 +509,11 @@ class TestJointGroupsOfFSDP(unittest.TestCase):
                 dist.init_process_group(
                     "fake", store=FakeStore(), rank=0, world_size=world_size
                 )
-                self.addCleanup(dist.destroy_process_group)
-                self._check(spmd_backend, *sizes, world_size, shape=(8, 8 + 2 * number))
-                self.doCleanups()
+                try:
+                    shape = (8, 8 + 2 * number)
+                    self._check(spmd_backend, *sizes, world_size, shape=shape)
+                finally:
+                    dist.destroy_process_group()
 
     def _check(self, spmd_backend, dp_replicate, dp_shard, cp, world_size, *, shape):
         dims = ParallelDims(
