@@ -24,6 +24,7 @@ ORDER = {
     "cpu_grad_norm": "the read of offloaded gradients between backward and optimizer",
     "dist_muon_any_device": "the next ones need it; the job does not use Muon yet",
     "flex_shard_muon": "the job changes from AdamW to Muon, which later ones make faster",
+    "flex_shard_return_buffer": "right updates of mixed buckets; the next one needs it",
     "dist_muon_batched_compute": "the next ones need it",
     "muon_gpu_newton_schulz": "441 to 597 tokens/s; offloaded weights have no Muon before it",
     "flex_shard_newton_schulz": "less work in the same place",
