@@ -107,6 +107,7 @@ def write(table: Sequence[Row], parities: Sequence[Parity]) -> None:
     if new is None:
         raise UserError(
             f"expected the lines {readme.PROOF_BEGIN} and {readme.PROOF_END} in "
-            f"{readme.PROOF_FILE}, found none; the proof has no place there: add them where a reviewer looks first"
+            f"{readme.PROOF_FILE}, found none; the proof has no place there: add them where a "
+            f"reviewer looks first"
         )
     file.write_text(new, encoding="utf-8")

@@ -112,7 +112,7 @@ def test_stale_once_a_patch_is_another(tmp_path: Path, monkeypatch: pytest.Monke
     (found,) = stale(tmp_path, [one, changed])
     assert str(found) == (
         f"(full set): stale proof\n"
-        f"  at        README.md\n"
+        f"  at        CONTRIBUTING.md\n"
         f"  expected  two {changed.sha256[:8]}\n"
         f"  found     two {two.sha256[:8]}\n"
         f"  next      integration test --prove --full --record"
