@@ -44,6 +44,13 @@ from torch.distributed.fsdp import (
 NAMES = ("unshard_async_op", "unshard_async_h2d")
 
 
+def set_unshard_async_op(model: nn.Module, async_op: bool) -> None:
+    if hasattr(model, "set_unshard_async_op"):
+        model.set_unshard_async_op(async_op)
+    else:  # the pristine torch
+        model._set_unshard_async_op(async_op)
+
+
 class Layer(nn.Module):
     """Pre-norm attention and MLP: 12 * dim**2 parameters."""
 
@@ -122,7 +129,7 @@ class Trainer:
         found = []
         torch.use_deterministic_algorithms(True)  # else attention's backward varies
         for async_op in (False, True):
-            self.model._set_unshard_async_op(async_op)
+            set_unshard_async_op(self.model, async_op)
             self.model.zero_grad()
             loss = self.step(update=False)
             grads = [
@@ -136,7 +143,7 @@ class Trainer:
     def measure(self, async_op: bool) -> dict[str, Any]:
         """Time `steps` steps and find the memory of each stream's pool at its peak."""
         cuda = self.args.device == "cuda"
-        self.model._set_unshard_async_op(async_op)
+        set_unshard_async_op(self.model, async_op)
         self.model.zero_grad()
         if cuda:
             torch.cuda.synchronize()
