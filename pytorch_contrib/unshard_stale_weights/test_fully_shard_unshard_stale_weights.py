@@ -558,6 +558,17 @@ class TestFullyShardUnshardStaleWeightsGathers(TestCase):
 
         step(fsdp_model(), torch.optim.Adam(fsdp_model().parameters()))
 
+    def test_compiled_step(self):
+        """One more gather of the root, as for the same step without compile."""
+        model = fsdp_model()
+        optim = torch.optim.Adam(model.parameters(), fused=True)
+        step = torch.compile(optim.step, backend="eager")
+        model(inputs()).sum().backward()
+        for _ in range(2):  # compiles in the first
+            _eval(model)
+            step()
+            self.assertEqual(self._count(lambda: _eval(model)), 1 + NUM_LAYERS + 1)
+
     def test_random_sequences_without_changes(self):
         """As many as if the version of the weights were not looked at."""
 
