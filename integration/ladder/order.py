@@ -31,9 +31,10 @@ ORDER = {
     "flex_shard_split_fused": "needs the three before; the job does not ask for it",
     "flex_shard_fast_planning": "the time to the first step, now that there is Muon to plan",
     "flex_shard_joint_axes": "other layouts of Muon's parameters; needs the one before",
-    "unshard_async_op": "the next two need it; the job does not call it by itself",
+    "unshard_async_op": "a public name for what the next one calls; nothing of a step",
     "fsdp_unshard_async_op": "996 to 1,210 tokens/s in the published ladder",
-    "unshard_async_h2d": "the copies that remain exposed after the one before",
+    "unshard_stale_weights": "the next one needs it; the job itself never steps on stale weights",
+    "unshard_async_h2d": "the copies that remain exposed after the ones before",
     "embedding_skip_backward_gather": "one all-gather less, when the others have been hidden",
 }
 

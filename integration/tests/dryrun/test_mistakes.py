@@ -25,8 +25,8 @@ from integration.tests.dryrun.runs import dryrun
         (("slice", "--without", "shared_rop_cache"), "did you mean shared_rope_cache?"),
         (("slice", "--without", "cpu_device"), "keep cpu_device"),
         (
-            ("slice", "--without", "unshard_async_op"),
-            "require; name these as well: unshard_async_h2d, fsdp_unshard_async_op",
+            ("slice", "--without", "unshard_stale_weights"),
+            "require; name these as well: unshard_async_h2d",
         ),
     ],
 )
