@@ -512,11 +512,18 @@ class TestTiming(unittest.TestCase):
         self.assertEqual(alive, [[None] * 6])
 
     def test_pinned_cache_is_emptied_on_an_accelerator_only(self):
-        with mock.patch.object(torch.accelerator, "empty_host_cache") as empty:
+        calls = mock.Mock()
+        with (
+            mock.patch.object(torch.accelerator, "synchronize", calls.synchronize),
+            mock.patch.object(torch.accelerator, "empty_host_cache", calls.empty),
+        ):
             _host_memory.release_pinned_cache(torch.device("cpu"))
-            empty.assert_not_called()
-            _host_memory.release_pinned_cache(torch.device("cuda", 0))
-            empty.assert_called_once_with()
+            self.assertEqual(calls.mock_calls, [])
+            device = torch.device("cuda", 0)
+            _host_memory.release_pinned_cache(device)
+        self.assertEqual(
+            calls.mock_calls, [mock.call.synchronize(device), mock.call.empty()]
+        )
 
 
 @unittest.skipUnless(torch.cuda.is_available(), "requires CUDA")
