@@ -83,8 +83,27 @@ def of_run(folder: Path) -> list[psutil.Process]:
 
 def end(processes: Sequence[psutil.Process], patience: float = 0.0) -> None:
     """Wait ``patience`` seconds for ``processes`` to end, kill what is left, wait for that too."""
-    _, alive = psutil.wait_procs(list(processes), timeout=patience)
+    alive = _outlive(processes, patience)
     for process in alive:
         with suppress(psutil.Error):
             process.kill()
-    psutil.wait_procs(alive, timeout=GONE_SECONDS)
+    _outlive(alive, GONE_SECONDS)
+
+
+def _outlive(processes: Sequence[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Return those of ``processes`` that have not ended after ``seconds``.
+
+    Not ``psutil.wait_procs``, which takes the exit code of a child from whoever waits for it.
+    """
+    until = time.monotonic() + seconds
+    while alive := [process for process in processes if _alive(process)]:
+        if time.monotonic() >= until:
+            break
+        time.sleep(0.05)
+    return alive
+
+
+def _alive(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
