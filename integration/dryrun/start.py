@@ -1,7 +1,6 @@
 """Run a dry run in a process of its own, on the overlay of the set that was asked for."""
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from integration.dryrun.request import Request
+from integration.ground import processes
 from integration.ground.errors import UserError
 from integration.ground.paths import REPO
 from integration.patchset import overlay, repository
@@ -64,7 +64,7 @@ def _overlay(without: tuple[str, ...]) -> Overlay:
 
 def _environment(patched: Overlay) -> dict[str, str]:
     return {
-        **os.environ,
+        **processes.environment(),
         "PYTHONPATH": patched.pythonpath(str(REPO)),
         "CUDA_VISIBLE_DEVICES": "",  # fake tensors of one device kind: the CPU
         "OMP_NUM_THREADS": "1",

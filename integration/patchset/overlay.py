@@ -23,7 +23,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from integration.ground import paths
+from integration.ground import paths, processes
 from integration.ground.errors import UserError
 from integration.patchset import git, repository
 from integration.patchset import pins as pins_module
@@ -55,8 +55,8 @@ class Overlay:
         return os.pathsep.join([str(self.path), *kept] if self.path else kept)
 
     def environment(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Return ``base`` (this process's environment by default) with the overlay switched on."""
-        env = dict(os.environ if base is None else base)
+        """Return ``base`` (by default what a training inherits) with the overlay switched on."""
+        env = dict(processes.environment() if base is None else base)
         env["PYTHONPATH"] = self.pythonpath(env.get("PYTHONPATH", ""))
         if not env["PYTHONPATH"]:
             del env["PYTHONPATH"]

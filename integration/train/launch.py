@@ -276,6 +276,8 @@ def explain(run: Run, ended: Ended) -> UserError | None:
     logs = run.folder / "logs"
     output = look(lambda: (logs / AGENT_LOG).read_text(errors="replace"), "")
     why = "the disk is full" if full else diagnose(logs, output).sentence
+    if ended.code < 0:  # the ranks have ended by themselves
+        why = f"torchrun was killed by signal {-ended.code}"
     return UserError(f"{why}; {_go_on(run)}; logs: {logs}", exit_code=1)
 
 
