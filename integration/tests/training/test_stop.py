@@ -87,6 +87,7 @@ def test_a_killed_launcher_leaves_a_checkpoint_and_no_process(trainer, torchrun_
 def test_a_stop_before_the_first_step_ends_at_once(trainer):
     """There is nothing to save, and ranks that start cannot agree on a step."""
     training = trainer.start("--ranks", "4")
+    training.wait_for(lambda t: "run: " in t.output)
     training.wait_for(lambda t: len(processes.of_run(t.run.folder)) == 5)
     training.process.send_signal(signal.SIGTERM)
     assert training.wait(30) == 128 + signal.SIGTERM, training.output
