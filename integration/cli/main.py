@@ -22,6 +22,7 @@ from integration.cli.report import report
 from integration.cli.test import test
 from integration.cli.train import train
 from integration.cli.upstream import drift, drop, pr, rebase
+from integration.ground import terminal
 from integration.ground.errors import UserError
 
 app = typer.Typer(
@@ -71,6 +72,7 @@ def _options(
 
 def main(argv: list[str] | None = None) -> None:
     """Run one verb; end with its exit code, one sentence for what the user can mend."""
+    terminal.never_fail()
     argv = list(sys.argv[1:] if argv is None else argv)
     split = argv.index("--") if "--" in argv else len(argv)
     argv, TITAN_OPTIONS[:] = argv[:split], argv[split + 1 :]

@@ -22,9 +22,6 @@ def train(
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Processes. Default: one a GPU, or 2 on a CPU.")
     ] = None,
-    port: Annotated[
-        int | None, typer.Option(help="Rendezvous port on 127.0.0.1. Default: a free one.")
-    ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers of the config slice.")] = None,
     experts: Annotated[
         int | None, typer.Option(min=1, help="Experts a layer of the config slice.")
@@ -46,7 +43,6 @@ def train(
             data=data,
             tokenizer=tokenizer,
             ranks=ranks,
-            port=port,
             without=tuple(without or ()),
             options=tuple(TITAN_OPTIONS),
             debug=bool(os.environ.get("INTEGRATION_DEBUG")),

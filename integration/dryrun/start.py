@@ -1,7 +1,6 @@
 """Run a dry run in a process of its own, on the overlay of the set that was asked for."""
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -9,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from integration.dryrun.request import Request
+from integration.ground import processes
 from integration.ground.errors import UserError
 from integration.ground.paths import REPO
-from integration.patchset import overlay
+from integration.patchset import overlay, repository
 from integration.patchset.overlay import Overlay
-from integration.train import start
 
 LOG_LINES = 12
 
@@ -54,13 +53,7 @@ def run(request: Request, *, debug: bool) -> dict[str, Any]:
 
 
 def _overlay(without: tuple[str, ...]) -> Overlay:
-    # Named one by one, as the plan beside the dry run leaves out what was named.
-    if dependents := start.dependents_of(without):
-        raise UserError(
-            f"--without {', '.join(without)} leaves out what others of the set require; name these "
-            f"as well: {', '.join(dependents)}"
-        )
-    patched = overlay.build(start.contributions(without))
+    patched = overlay.build(repository.without(without))
     if "cpu_device" not in patched.names:
         raise UserError(
             "--without cpu_device leaves no way to run TorchTitan on a CPU, as a dry run does; "
@@ -71,7 +64,7 @@ def _overlay(without: tuple[str, ...]) -> Overlay:
 
 def _environment(patched: Overlay) -> dict[str, str]:
     return {
-        **os.environ,
+        **processes.environment(),
         "PYTHONPATH": patched.pythonpath(str(REPO)),
         "CUDA_VISIBLE_DEVICES": "",  # fake tensors of one device kind: the CPU
         "OMP_NUM_THREADS": "1",
