@@ -39,6 +39,7 @@ def plan(
     from integration.ground import terminal
     from integration.jobs import catalog
     from integration.jobs.cluster import load
+    from integration.patchset import repository
     from integration.plan import published, render
     from integration.plan.levers import Levers
     from integration.plan.plan import changes, make
@@ -53,7 +54,9 @@ def plan(
         sequences=sequences or job.sequences,
         seq_len=seq_len or job.seq_len,
     )
-    made = make(job, load(cluster or job.cluster), Levers().without(*(without or ())), rank)
+    made = make(
+        job, load(cluster or job.cluster), Levers.of(repository.without(without or ())), rank
+    )
     changed = changes(made)
     run = job.name.startswith("jupiter_1t") and made.cluster.name == "jupiter"
     render.show(

@@ -36,9 +36,8 @@ class Pair:
         return self.plan / self.found - 1
 
 
-def levers(without: tuple[str, ...]) -> Levers:
-    """Return the planner's levers; a contribution that it does not count changes nothing."""
-    return Levers().without(*(name for name in without if name in Levers.names()))
+def _levers(found: dict[str, Any]) -> Levers:
+    return Levers.of(found["contributions"])
 
 
 def parameters(job: JobSpec, rank: int, found: dict[str, Any]) -> dict[str, Pair]:
@@ -54,14 +53,12 @@ def parameters(job: JobSpec, rank: int, found: dict[str, Any]) -> dict[str, Pair
     }
 
 
-def traffic_by_cause(
-    job: JobSpec, rank: int, without: tuple[str, ...], found: dict[str, Any]
-) -> list[Pair]:
+def traffic_by_cause(job: JobSpec, rank: int, found: dict[str, Any]) -> list[Pair]:
     """Return bytes that the rank receives in a step, by cause.
 
     Muon's are the mean over the ranks in both: which ones compute a matrix is DistMuon's choice.
     """
-    flows = traffic.flows(job, load(job.cluster), levers(without), rank)
+    flows = traffic.flows(job, load(job.cluster), _levers(found), rank)
     planned: dict[str, float] = defaultdict(float)
     for flow in flows:
         if flow.link in (traffic.NETWORK, traffic.NODE):
@@ -78,19 +75,19 @@ def traffic_by_cause(
     ]
 
 
-def state(job: JobSpec, rank: int, without: tuple[str, ...], found: dict[str, Any]) -> list[Pair]:
+def state(job: JobSpec, rank: int, found: dict[str, Any]) -> list[Pair]:
     """Return bytes that stay between steps, by the planner's items."""
-    chosen = levers(without)
+    chosen = _levers(found)
     place = Place.of(job, rank)
     planned = memory.sharded_state(job, chosen, held(job, place))
     planned["RoPE caches"] = float(memory.rope_bytes(job, chosen, place.stage))
     return [Pair(name, planned[name], found["memory"][name]) for name in KEPT]
 
 
-def peaks(job: JobSpec, rank: int, without: tuple[str, ...], found: dict[str, Any]) -> list[Pair]:
+def peaks(job: JobSpec, rank: int, found: dict[str, Any]) -> list[Pair]:
     """Return most bytes at once of what comes and goes in a phase, boundary activations left out:
     fake tensors are not offloaded."""
-    planned = memory.of_rank(job, load(job.cluster), levers(without), rank).moments
+    planned = memory.of_rank(job, load(job.cluster), _levers(found), rank).moments
     totals = {
         name: sum(size for item, size in items.items() if item not in BESIDE)
         for name, items in planned.items()

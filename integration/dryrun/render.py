@@ -30,8 +30,8 @@ def show(job: JobSpec, request: Request, found: dict[str, Any], out: Console) ->
     out.print(_placements(job, rank, found))
     if "collectives" in found:
         out.print(_collectives(found))
-        out.print(_causes(compare.traffic_by_cause(job, rank, request.without, found)))
-        out.print(_state(compare.state(job, rank, request.without, found)))
+        out.print(_causes(compare.traffic_by_cause(job, rank, found)))
+        out.print(_state(compare.state(job, rank, found)))
         out.print(_peaks(job, request, found))
     for check in found["checks"]:
         if check["why_not"]:
@@ -110,7 +110,7 @@ def _peaks(job: JobSpec, request: Request, found: dict[str, Any]) -> Table:
         if max(sizes) >= 0.005:
             table.add_row(item, *(f"{size:.2f}" for size in sizes))
     table.add_section()
-    pairs = compare.peaks(job, request.rank, request.without, found)
+    pairs = compare.peaks(job, request.rank, found)
     table.add_row("[bold]all of these[/]", *(f"[bold]{pair.found / GIB:.2f}[/]" for pair in pairs))
     plans = ("" if pair.plan is None else f"{pair.plan / GIB:.2f}" for pair in pairs)
     table.add_row("plan", *plans)

@@ -37,7 +37,7 @@ def write(path: Path, job: JobSpec, request: Request, found: dict[str, Any]) -> 
     """
     plan = {"parameters": list(map(asdict, compare.parameters(job, request.rank, found).values()))}
     if "collectives" in found:
-        asked = (job, request.rank, request.without, found)
+        asked = (job, request.rank, found)
         plan["received"] = list(map(asdict, compare.traffic_by_cause(*asked)))
         plan["kept"] = list(map(asdict, compare.state(*asked)))
         plan["peaks"] = list(map(asdict, compare.peaks(*asked)))

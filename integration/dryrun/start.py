@@ -11,9 +11,8 @@ from typing import Any
 from integration.dryrun.request import Request
 from integration.ground.errors import UserError
 from integration.ground.paths import REPO
-from integration.patchset import overlay
+from integration.patchset import overlay, repository
 from integration.patchset.overlay import Overlay
-from integration.train import start
 
 LOG_LINES = 12
 
@@ -54,13 +53,7 @@ def run(request: Request, *, debug: bool) -> dict[str, Any]:
 
 
 def _overlay(without: tuple[str, ...]) -> Overlay:
-    # Named one by one, as the plan beside the dry run leaves out what was named.
-    if dependents := start.dependents_of(without):
-        raise UserError(
-            f"--without {', '.join(without)} leaves out what others of the set require; name these "
-            f"as well: {', '.join(dependents)}"
-        )
-    patched = overlay.build(start.contributions(without))
+    patched = overlay.build(repository.without(without))
     if "cpu_device" not in patched.names:
         raise UserError(
             "--without cpu_device leaves no way to run TorchTitan on a CPU, as a dry run does; "

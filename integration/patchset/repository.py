@@ -1,5 +1,6 @@
 """All contributions of the repository, in series order, and sets of them."""
 
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -144,6 +145,30 @@ def leave_out(
     return tuple(
         c for c in contributions if gone.isdisjoint(n.name for n in close(contributions, [c.name]))
     )
+
+
+def without(names: Sequence[str]) -> tuple[str, ...] | None:
+    """Return what every verb keeps for ``--without``: the names of the set, in series order.
+
+    What requires one of ``names`` cannot stay. The user is told so on stderr, as some verbs print
+    a script or JSON on stdout.
+
+    Returns:
+        The names; None, which stands for all of them, where ``names`` is empty.
+
+    Raises:
+        UserError: there is no contribution of that name.
+    """
+    if not names:
+        return None
+    every = load()
+    asked = {c.name for c in find(every, names)}
+    kept = tuple(c.name for c in leave_out(every, asked))
+    if also := [c.name for c in every if c.name not in asked.union(kept)]:
+        print(
+            f"left out too, as they require {', '.join(names)}: {', '.join(also)}", file=sys.stderr
+        )
+    return kept
 
 
 def close(contributions: Sequence[Contribution], names: Iterable[str]) -> tuple[Contribution, ...]:

@@ -34,12 +34,12 @@ def check(
     plan.check(job, has)
     if own_layout:
         return None
-    off = [] if names is None else [name for name in Levers.names() if name not in names]
-    too_large = plan.make(job, has, Levers().without(*off)).too_large
+    levers = Levers.of(names)
+    too_large = plan.make(job, has, levers).too_large
     if not too_large:
         return None
     command = [f"integration plan {job.name} --cluster {has.name} --ranks {job.ranks}"]
-    command += [f"--without {name}" for name in off]
+    command += [f"--without {name}" for name in levers.off()]
     return (
         f"{job.name} does not fit by its plan, which leaves TorchTitan's options out: "
         f"{', '.join(too_large)}; see: {' '.join(command)}"

@@ -137,37 +137,9 @@ def own_layout(options: tuple[str, ...]) -> bool:
 
 
 def contributions(without: tuple[str, ...]) -> list[str] | None:
-    """Return the names of all contributions but those left out; None for all of them.
-
-    What requires one of ``without`` cannot stay, which is said: on stderr, as ``launch --dry``
-    prints a script.
-
-    Raises:
-        UserError: there is none of that name.
-    """
-    if not without:
-        return None
-    dependents = dependents_of(without)
-    if dependents:
-        print(
-            f"left out too, as they require {', '.join(without)}: {', '.join(dependents)}",
-            file=sys.stderr,
-        )
-    every = repository.load()
-    gone = {c.name for c in repository.find(every, (*without, *dependents))}
-    return [c.name for c in every if c.name not in gone]
-
-
-def dependents_of(without: tuple[str, ...]) -> list[str]:
-    """Return the names of the other contributions that require one of ``without``.
-
-    Raises:
-        UserError: there is none of that name.
-    """
-    every = repository.load()
-    asked = {c.name for c in repository.find(every, without)}
-    kept = {c.name for c in repository.leave_out(every, asked)}
-    return [c.name for c in every if c.name not in kept | asked]
+    """Return the names of the set without those left out, as ``repository.without`` does."""
+    kept = repository.without(without)
+    return None if kept is None else list(kept)
 
 
 def _as_before(before: Job) -> list[str]:

@@ -24,10 +24,6 @@ from integration.tests.dryrun.runs import dryrun
         ),
         (("slice", "--without", "shared_rop_cache"), "did you mean shared_rope_cache?"),
         (("slice", "--without", "cpu_device"), "keep cpu_device"),
-        (
-            ("slice", "--without", "unshard_async_op"),
-            "require; name these as well: unshard_async_h2d, fsdp_unshard_async_op",
-        ),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments, words, tmp_path):

@@ -66,6 +66,15 @@ def test_a_mistake_is_one_sentence(arguments, words):
     assert "Traceback" not in answer.stderr
 
 
+def test_what_requires_a_contribution_is_left_out_with_it():
+    answer = _plan("jupiter_1t", "--without", "unshard_async_op")
+    both = "unshard_async_h2d, fsdp_unshard_async_op"
+    assert answer.stderr == f"left out too, as they require unshard_async_op: {both}\n"
+    alone = _plan("jupiter_1t", "--without", "fsdp_unshard_async_op")
+    assert alone.stdout == answer.stdout
+    assert not alone.stderr
+
+
 def test_the_cluster_that_is_named_to_a_job_in_fp8_has_it():
     assert _plan("leonardo_1t_fp8", "--cluster", "jupiter").returncode == 0
 
