@@ -42,7 +42,7 @@ def main(request_file: str, result_file: str) -> None:
         found["placements"] = placements.rows(parts)
         found["checks"] = [asdict(check) for check in checks.of_placements(job, parts)]
         note("placements")
-        if request.placements_only:
+        if request.placements:
             raise _EnoughError
 
     job = request.job()

@@ -98,17 +98,21 @@ def seconds(time: str) -> int:
     return ((days * 24 + hours) * 60 + minutes) * 60 + rest
 
 
+def known() -> list[str]:
+    """Return the names of the clusters whose files are beside this module."""
+    return sorted(file.stem for file in KNOWN.glob("*.toml"))
+
+
 def load(name: str) -> Cluster:
     """Return the known cluster ``name``, or the one of the file ``name``.
 
     Raises:
         UserError: there is none, or the file is not as it must be.
     """
-    known = sorted(file.stem for file in KNOWN.glob("*.toml"))
     path = Path(name) if name.endswith(".toml") else KNOWN / f"{name}.toml"
-    if not name.endswith(".toml") and name not in known:
+    if not name.endswith(".toml") and name not in known():
         raise UserError(
-            f"unknown cluster {name!r}{nearest(name, known)}; a file of your own ends in .toml"
+            f"unknown cluster {name!r}{nearest(name, known())}; a file of your own ends in .toml"
         )
     try:
         return _cluster(tomllib.loads(path.read_text()))

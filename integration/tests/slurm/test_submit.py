@@ -1,36 +1,33 @@
 """``integration launch``: what it refuses, prints, writes and hands to sbatch."""
 
 import json
+import re
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from integration.cli.main import main
+from integration.data import source as job_data
 from integration.ground.errors import UserError
+from integration.patchset import overlay
 from integration.patchset.overlay import Overlay
 from integration.slurm import submit
+from integration.slurm.cluster import Variable
 from integration.slurm.submit import Request
+from integration.train import launch
+from integration.train.run import Job, Run
 
 REQUEST = Request(
     config="mini",
-    scheduler="slurm",
     cluster="leonardo",
     nodes=2,
-    ranks=None,
-    spares=0,
     account="me",
-    time=None,
-    max_restarts=3,
-    max_ctas=None,
-    max_p2p_channels=None,
-    data=None,
-    tokenizer=None,
-    without=(),
+    data=Path("data"),
+    tokenizer=Path("tokenizer"),
     options=("--training.steps=5", "it's $(id)"),
-    dry=False,
-    submit=False,
 )
 
 
@@ -44,6 +41,7 @@ def outputs(tmp_path, monkeypatch):
     data.folders.return_value = (tmp_path / "tokenizer", tmp_path / "data")
     data.tokenizer_size.return_value = 4096
     monkeypatch.setattr(submit, "job_data", data)
+    monkeypatch.setattr(submit, "_require_accepted", lambda *arguments: None)
     return folder
 
 
@@ -61,12 +59,16 @@ def commands(tmp_path, monkeypatch, sbatch: str | None) -> None:
     ("changes", "sentence"),
     [
         ({"config": "mimi"}, r"unknown config mimi; did you mean mini\?"),
-        ({"scheduler": "pbs"}, r"unknown scheduler pbs; known: slurm"),
         ({"cluster": "leonard"}, r"unknown cluster 'leonard'; did you mean leonardo\?"),
         ({"nodes": 0}, r"--nodes must be at least 1, got 0"),
-        ({"ranks": 9}, r"--ranks-per-node 9 is more than the 4 GPUs"),
+        ({"ranks_per_node": 9}, r"--ranks-per-node 9 is more than the 4 GPUs"),
         ({"account": "a b"}, r"--account must be"),
-        ({"dry": True, "submit": True}, r"--dry only prints .* give one of them"),
+        ({"data": None, "config": "leonardo_1t"}, r"expected --data and --tokenizer .* no --data;"),
+        (
+            {"data": None, "tokenizer": None, "config": "jupiter_1t_hsdp"},
+            r"with jupiter_1t_hsdp, got no --data and no --tokenizer; .* nothing was written",
+        ),
+        ({"cluster": None}, r"expected --cluster with mini, which is planned for h200"),
         ({"submit": True, "account": None}, r"--submit needs the account .* --account NAME"),
         (
             {"cluster": "jupiter", "nodes": 96},
@@ -95,9 +97,16 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing(outputs, changes, sentence
     assert not outputs.exists()
 
 
+def test_a_tokenizer_of_more_tokens_than_the_model_is_refused(outputs, monkeypatch):
+    monkeypatch.setattr(submit.job_data, "tokenizer_size", lambda folder: 200_000)
+    with pytest.raises(UserError, match="has 200000 tokens and leonardo_small a vocabulary of 128"):
+        submit.launch_job(replace(REQUEST, config="leonardo_small", nodes=16))
+    assert not outputs.exists()
+
+
 def test_the_command_line_says_it_on_one_line(capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["launch", "mini", "--nodes", "0"])
+        main(["launch", "mini", "--cluster", "leonardo", "--nodes", "0"])
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: --nodes must be at least 1")
@@ -130,6 +139,52 @@ def test_submit_hands_the_script_to_sbatch(outputs, tmp_path, monkeypatch, capsy
     assert (tmp_path / "asked").read_text() == f"--parsable {script}\n"
     shown = capsys.readouterr().out
     assert f"job: 4711; its log: {script.parent}/logs/slurm-4711.out; end it: scancel 4711" in shown
+
+
+def test_what_the_user_set_for_sbatch_changes_nothing(outputs, tmp_path, monkeypatch, capsys):
+    """Each replaces an option of the script: its environment, its time limit, its threads."""
+    for name in ("SBATCH_EXPORT", "SBATCH_TIMELIMIT", "SLURM_HINT", "SLURM_CONF"):
+        monkeypatch.setenv(name, "1")
+    commands(tmp_path, monkeypatch, f"export > {tmp_path}/seen; echo 1")
+    submit.launch_job(replace(REQUEST, submit=True))
+    seen = re.findall(r"\b((?:SBATCH|SLURM)_\w+)=", (tmp_path / "seen").read_text())
+    assert seen == ["SLURM_CONF"]
+    capsys.readouterr()
+    submit.launch_job(REQUEST)
+    assert "submit with: env -u SBATCH_EXPORT -u SBATCH_TIMELIMIT -u SLURM_HINT sbatch /" in (
+        capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("name", ["leonardo", "jupiter"])
+def test_the_cluster_is_the_configs_own(outputs, capsys, name):
+    config = f"{name}_1t"
+    request = replace(REQUEST, config=config, cluster=None, nodes=None, dry=True)
+    submit.launch_job(request)
+    assert f" node(s) of {name}, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--no.such.option", "5"), r"Unrecognized options: --no\.such\.option, 5; nothing"),
+        (("--training.stpes=5",), r"did you mean --training\.steps\?"),
+        (("--training.steps", "nan"), r"Error parsing --training\.steps: invalid literal"),
+        (("--training.steps=0",), r"--training\.steps must be at least 1, got 0"),
+    ],
+)
+def test_titans_own_parser_judges_its_options_before_a_script(tmp_path, options, sentence):
+    folders = job_data.folders(None, None)
+    job = Job("leonardo_1t_fp8", str(folders[1]), str(folders[0]), options, ())
+    variables = [
+        Variable(*variable)
+        for variable in launch.rank_variables(
+            overlay.build(None), vocab=4096, tokenizer=job.tokenizer
+        )
+    ]
+    with pytest.raises(UserError, match=sentence) as refused:
+        submit._require_accepted(job, Run(tmp_path), variables, ranks=512)
+    assert "\n" not in str(refused.value)
 
 
 def test_what_sbatch_refuses_is_passed_on(outputs, tmp_path, monkeypatch):
@@ -191,4 +246,4 @@ def test_a_cluster_that_the_planner_does_not_know_is_not_planned(
     submit.launch_job(request)
     assert not capsys.readouterr().err
     with pytest.raises(UserError, match="jupiter_1t cannot run: "):
-        submit.launch_job(replace(request, nodes=1, ranks=3))
+        submit.launch_job(replace(request, nodes=1, ranks_per_node=3))

@@ -55,10 +55,8 @@ def _request(
         data=None,
         tokenizer=None,
         ranks=None,
-        port=None,
         without=without,
         options=(),
-        debug=False,
     )
 
 
