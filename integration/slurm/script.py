@@ -132,6 +132,7 @@ class Script:
     def _environment(self) -> Iterator[str]:
         yield ""
         yield "set -u"
+        yield from _FORGOTTEN.splitlines()
         yield f"run={shlex.quote(str(self.folder))}"
         yield f"python={shlex.quote(str(self.python))}"
         if self.cluster.modules:
@@ -226,10 +227,12 @@ export -f node
 
 trap : TERM USR1  # for the ranks; this shell waits for them
 """.splitlines()
-        # srun takes no number of cores from sbatch (Slurm 22.05), and torchrun binds the ranks.
-        srun = ["srun", '--cpus-per-task="$SLURM_CPUS_PER_TASK"', "--cpu-bind=none"]
-        srun += ["--kill-on-bad-exit=0", *(["--no-kill"] if self.spares else [])]
-        yield f"{' '.join(srun)} \\"
+        # All that a step takes from the environment otherwise. torchrun binds the ranks, and ends
+        # the node's when one dies; --export: the job may have been submitted with NONE.
+        nodes = self.nodes + self.spares
+        yield f"srun --export=ALL --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 \\"
+        yield f"  --cpus-per-task={self.cluster.cores} --cpu-bind=none --mem-bind=none \\"
+        yield f"  --wait=0 --kill-on-bad-exit=0{' --no-kill' if self.spares else ''} \\"
         yield "  bash -c 'node \"$@\"' node \\"
         yield from _continued([*torchrun, *self.trainer])
         yield from f"""code=$?
@@ -243,6 +246,21 @@ if grep -q '"stopped": true' "$run/{END_FILE}"; then
   echo "stopped with a checkpoint; the job is $state"
   [[ $state != RUNNING ]] || scontrol requeue "$SLURM_JOB_ID"
 fi""".splitlines()
+
+
+# Slurm's commands and torchrun also take options from the environment of the shell that submitted
+# the job: SLURM_CPU_BIND, SRUN_OUTPUT, SQUEUE_STATES, PET_NNODES. The names kept are those that
+# sbatch sets itself for each job, and those that reach and authenticate with its controller.
+_FORGOTTEN = """\
+# Options in the environment that are not of this job: what it runs is what this script says.
+for name in ${!SLURM_@} ${!SRUN_@} ${!SQUEUE_@} ${!SCONTROL_@} ${!PET_@}; do
+  case $name in
+    SLURM_JOB_* | SLURM_JOBID | SLURM_RESTART_COUNT | SLURM_SPANK_*) ;;
+    SLURM_CONF | SLURM_WORKING_CLUSTER | SLURM_JWT | SLURM_SACK_*) ;;
+    *) unset "$name" ;;
+  esac
+done
+"""
 
 
 def _continued(arguments: Sequence[str]) -> Iterator[str]:

@@ -81,6 +81,14 @@ class TestText(expecttest.TestCase):
 #SBATCH --output="/scratch/outputs/mini/20261129-120000/logs/slurm-%j.out"
 
 set -u
+# Options in the environment that are not of this job: what it runs is what this script says.
+for name in ${!SLURM_@} ${!SRUN_@} ${!SQUEUE_@} ${!SCONTROL_@} ${!PET_@}; do
+  case $name in
+    SLURM_JOB_* | SLURM_JOBID | SLURM_RESTART_COUNT | SLURM_SPANK_*) ;;
+    SLURM_CONF | SLURM_WORKING_CLUSTER | SLURM_JWT | SLURM_SACK_*) ;;
+    *) unset "$name" ;;
+  esac
+done
 run=/scratch/outputs/mini/20261129-120000
 python=/project/.venv/bin/python
 module load GCC Python
@@ -130,7 +138,9 @@ node() {  # on each node: its address, its logs, and the rendezvous on the first
 export -f node
 
 trap : TERM USR1  # for the ranks; this shell waits for them
-srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --cpu-bind=none --kill-on-bad-exit=0 \\
+srun --export=ALL --nodes=96 --ntasks=96 --ntasks-per-node=1 \\
+  --cpus-per-task=288 --cpu-bind=none --mem-bind=none \\
+  --wait=0 --kill-on-bad-exit=0 \\
   bash -c 'node "$@"' node \\
   --nnodes=96 \\
   --nproc-per-node=4 \\
@@ -223,11 +233,14 @@ def run(tmp_path):
     write(commands / "squeue", 'echo "$STATE"\n')
     write(
         commands / "srun",
+        f'echo "$*" > {tmp_path}/step\n'
         "while [[ $1 = --* ]]; do shift; done\n"
         'SLURM_NODEID=${NODE:-0} SLURMD_NODENAME=n1 exec "$@"\n',
     )
 
-    def execute(*, ends: dict | None, code: int = 0, state: str = "RUNNING", node=0, **changes):
+    def execute(
+        *, ends: dict | None, code: int = 0, state: str = "RUNNING", node=0, env=None, **changes
+    ):
         folder = changes.pop("folder", tmp_path / "run")
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         end = f"echo '{json.dumps(ends)}' > {folder}/end.json" if ends is not None else ""
@@ -252,9 +265,9 @@ def run(tmp_path):
                 "PATH": f"{commands}:{os.environ['PATH']}",
                 "SLURM_JOB_ID": "71",
                 "SLURM_JOB_NODELIST": "n[1-2]",
-                "SLURM_CPUS_PER_TASK": "32",
                 "STATE": state,
                 "NODE": str(node),
+                **(env or {}),
             },
         )
         arguments, environment = json.loads(argv.read_text())
@@ -296,6 +309,35 @@ def test_torchrun_gets_the_rendezvous_and_every_argument_untouched(run, tmp_path
     assert [kept[i] for i in sorted(kept)] == hostile
     assert environment["OMP_NUM_THREADS"] == "16"
     assert not (tmp_path / "pwned").exists()
+
+
+def test_the_environment_of_the_submitting_shell_gives_no_options(run, tmp_path):
+    """Each of these changes what srun, squeue or torchrun do, where their options do not say it."""
+    options = [
+        "SLURM_EXPORT_ENV",
+        "SLURM_CPU_BIND",
+        "SLURM_MEM_BIND",
+        "SLURM_NTASKS",
+        "SLURM_TIMELIMIT",
+        "SLURM_HINT",
+        "SLURM_STDOUTMODE",
+        "SLURM_TASK_PROLOG",
+        "SRUN_CPUS_PER_TASK",
+        "SRUN_EXPORT_ENV",
+        "SRUN_OUTPUT",
+        "SQUEUE_STATES",
+        "SCONTROL_ALL",
+        "PET_NNODES",
+        "PET_NODE_RANK",
+    ]
+    kept = {"SLURM_CONF": "/etc/a b", "SLURM_JOB_NAME": "mini", "SLURM_RESTART_COUNT": "2"}
+    done, arguments, environment, _ = run(ends=ENDED, env=kept | dict.fromkeys(options, "NONE"))
+    assert done.returncode == 0, done.stderr
+    assert not set(options) & set(environment)
+    assert kept.items() <= environment.items()
+    assert "--rdzv-id=71-2" in arguments
+    step = (tmp_path / "step").read_text()
+    assert step.startswith("--export=ALL --nodes=2 --ntasks=2 --ntasks-per-node=1 ")
 
 
 def test_only_the_first_node_hosts_the_rendezvous_and_shows_its_log(run):
