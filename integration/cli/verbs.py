@@ -74,8 +74,9 @@ class Plan:
         made = make(job, load(self.cluster or job.cluster), Levers.of(kept))
         changed = changes(made)
         run = job.name.startswith("jupiter_1t") and made.cluster.name == "jupiter"
-        figures = published.figures(made) if run and not self.without else []
-        arithmetic = published.arithmetic(made) if run and not self.without else []
+        compared = run and not self.without
+        figures = published.figures(made) if compared else []
+        arithmetic = published.arithmetic(made) if compared else []
 
         options.report(
             self.json,
@@ -83,7 +84,7 @@ class Plan:
             lambda: render.show(made, changed, figures, arithmetic, terminal.console(120)),
         )
         if self.html is not None:
-            pages.write(made, changed, self.html)
+            pages.write(made, changed, self.html, figures, arithmetic)
             print(f"page: {self.html}")
 
 
@@ -163,7 +164,7 @@ class Test:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Write one HTML page of all evidence: ladders, losses, timelines, memory, contributions."""
+    """Write one HTML page of all evidence: ladders, losses, streams, memory, contributions."""
 
     runs: Annotated[
         Positional[tuple[Path, ...]],

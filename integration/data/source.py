@@ -13,8 +13,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import distribution
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
+from integration.data.documents import (
+    CODECS,
+    READERS,
+    DocumentError,
+    checked,
+    cut,
+    kind,
+    pieces,
+)
 from integration.ground.errors import UserError
 from integration.ground.paths import cache_dir
 
@@ -26,21 +35,22 @@ MINI_VOCAB = 4096
 TOKENIZER_BYTES = 12_000_000
 BOS, EOS = "<|begin|>", "<|end|>"
 
-# Ending of a user's file -> builder of the datasets library and its options. A text file is one
-# document; the others hold one a line or row, in a column `text`.
-BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
-    ".jsonl": ("json", {}),
-    ".parquet": ("parquet", {}),
-    ".txt": ("text", {"sample_by": "document"}),
-}
+# Characters of a long document, about a million tokens: more than a few steps of any job read.
+LONG_DOCUMENT = 4_000_000
+# Characters of all files together that are read before a job starts, to find what is wrong.
+LOOKED_AT = 2**25
+# Files that stand beside data without being any.
+BESIDE = ("readme", "license", "licence", "notice", "dataset_infos.json", "dataset_card")
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A folder of text, classified.
+    """A folder of text, classified by one rule.
 
-    ``kind`` is ``"disk"`` (a Hugging Face data set saved by ``save_to_disk``) or ``"files"``;
-    ``files`` are sorted, so that every rank sees the same order.
+    A data set saved by ``save_to_disk`` is ``"disk"``. Elsewhere each file below the folder is
+    data (``"files"``), and one that cannot be read as such is refused by its name. Names that begin
+    with a dot or an underscore, and those in ``BESIDE``, are no data. ``files`` are sorted, so that
+    every rank sees the same order.
     """
 
     path: Path
@@ -52,7 +62,8 @@ class Source:
         """Classify ``path``.
 
         Raises:
-            UserError: it is missing, unreadable, holds no file of a known kind, or several kinds.
+            UserError: it is missing, unreadable, holds no data, or files of unknown or of several
+                kinds.
         """
         try:
             if not path.is_dir():
@@ -64,68 +75,109 @@ class Source:
                 raise UserError(
                     f"{path} holds several splits; name one of its folders, {path}/train say"
                 )
-            files = tuple(sorted(f for f in path.rglob("*") if f.suffix in BUILDERS))
+            files = tuple(sorted(_data_below(path)))
         except PermissionError as error:
             raise UserError(f"--data cannot be read: {error.filename}: permission denied") from None
-        kinds = sorted({f.suffix for f in files})
-        if not kinds:
+        known = ", ".join(READERS)
+        if not files:
             raise UserError(
-                f"{path} holds no {', '.join(BUILDERS)} file and no Hugging Face data set "
-                "(dataset_info.json)"
+                f"{path} holds no {known} file and no Hugging Face data set (dataset_info.json)"
             )
+        unknown = [file for file in files if kind(file) is None]
+        if unknown:
+            more = f" and {len(unknown) - 1} more" if unknown[1:] else ""
+            raise UserError(
+                f"{path} holds {unknown[0].relative_to(path)}{more}, which cannot be read as data "
+                f"({known}; text also as {', '.join(CODECS)}) and would be left out; convert it, "
+                f"or move it elsewhere"
+            )
+        kinds = sorted({kind(file) or "" for file in files})
         if len(kinds) > 1:
             raise UserError(f"{path} mixes {' and '.join(kinds)} files; keep one kind in a folder")
         return cls(path, "files", files)
 
-    @property
-    def builder(self) -> str:
-        return BUILDERS[self.files[0].suffix][0]
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return BUILDERS[self.files[0].suffix][1]
-
-    @property
-    def names(self) -> list[str]:
-        return [str(f) for f in self.files]
-
-    def check(self) -> None:
-        """Read the first document, so that bad data is named before any rank starts.
+    def documents(self, limit: int) -> Iterator[dict[str, str]]:
+        """Yield rows ``{"text": …}`` of all documents in order, long ones cut at ``limit``.
 
         Raises:
-            UserError: nothing in it, not readable, or without a column ``text`` of strings.
+            DocumentError: as ``documents.pieces``.
         """
-        from datasets import disable_progress_bars, load_dataset, load_from_disk
+        if self.kind == "disk":
+            from datasets import load_from_disk
 
-        disable_progress_bars()
+            for number, row in enumerate(load_from_disk(str(self.path)), 1):
+                text = checked(cast(dict, row)["text"], f"{self.path}, row {number},")
+                yield from ({"text": piece} for piece in cut(text, limit))
+        for file in self.files:
+            yield from ({"text": piece} for piece in pieces(file, limit))
+
+    def check(self) -> None:
+        """Read the beginning of every file, so that bad data is named before any rank starts.
+
+        Raises:
+            UserError: nothing in it, not readable, or a document without a text.
+        """
+        if self.kind == "disk":
+            _check_saved(self.path)
+            return
         empty = [f for f in self.files if f.stat().st_size == 0]
-        if len(empty) == len(self.files) and self.kind == "files":
+        if len(empty) == len(self.files):
             raise UserError(f"the data in {self.path} is empty: {len(empty)} file(s) of 0 bytes")
-        if self.kind == "disk" and not _saved_files(self.path):
-            raise UserError(f"the data in {self.path} is empty: no document in it")
+        documents = 0
+        each = LOOKED_AT // len(self.files)
         try:
-            rows = (
-                load_from_disk(str(self.path))
-                if self.kind == "disk"
-                else load_dataset(
-                    self.builder,
-                    data_files=self.names,
-                    split="train",
-                    streaming=True,
-                    **self.options,
-                )
-            )
-            first = next(iter(rows), None)
-        except Exception as error:  # the library raises a type of its own for each format
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-            raise UserError(f"the data in {self.path} cannot be read: {reason}") from error
-        if first is None:
+            for file in self.files:
+                read = 0
+                for piece in pieces(file, LONG_DOCUMENT):
+                    documents += 1
+                    read += len(piece)
+                    if read >= each:
+                        break
+        except DocumentError as error:
+            raise UserError(f"the data in {self.path} cannot be used: {error}") from error
+        if not documents:
             raise UserError(f"the data in {self.path} is empty: no document in it")
-        if not isinstance(first, dict) or not isinstance(first.get("text"), str):
-            raise UserError(
-                f"the data in {self.path} needs a column `text` of strings; it has: "
-                f"{', '.join(first)}"
-            )
+
+
+def _data_below(path: Path) -> Iterator[Path]:
+    """Yield the files below ``path`` that are data by their names; a link counts as its target."""
+    for folder, folders, names in os.walk(path, onerror=_raise, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith((".", "_"))]
+        for name in names:
+            if not name.startswith((".", "_")) and not name.lower().startswith(BESIDE):
+                yield Path(folder, name)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _check_saved(path: Path) -> None:
+    """Refuse a saved data set without documents, or one of whose texts is missing."""
+    import pyarrow as pa
+    from datasets import Dataset, disable_progress_bars, load_from_disk
+
+    disable_progress_bars()
+    if not _saved_files(path):
+        raise UserError(f"the data in {path} is empty: no document in it")
+    try:
+        rows = cast(Dataset, load_from_disk(str(path)))
+    except Exception as error:  # the library raises a type of its own for each mistake
+        reason = " ".join(str(error).split()) or repr(error)
+        raise UserError(f"the data in {path} cannot be read: {reason}") from error
+    if not len(rows):
+        raise UserError(f"the data in {path} is empty: no document in it")
+    texts = rows.data.column("text") if "text" in rows.column_names else None
+    if texts is None or not (
+        pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type)
+    ):
+        raise UserError(
+            f"the data in {path} needs a column `text` of strings; it has: "
+            f"{', '.join(rows.column_names)}"
+        )
+    if texts.null_count:
+        row = texts.is_null().index(True).as_py() + 1
+        raise UserError(f"the data in {path} cannot be used: row {row} has no text")
 
 
 def _saved_files(path: Path) -> list:
@@ -136,30 +188,49 @@ def _saved_files(path: Path) -> list:
         raise UserError(f"{path / 'state.json'} cannot be read: {error!r}") from error
 
 
+# Tokens that TorchTitan's HuggingFaceTokenizer takes from tokenizer_config.json.
+SPECIAL = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
+
+
 def tokenizer_size(folder: Path) -> int:
-    """Return the number of tokens of a tokenizer folder (Hugging Face ``tokenizer.json``).
+    """Return the vocabulary that a model needs: the highest id that the tokenizer can give, plus 1.
+
+    That is not the number of tokens: ids may have gaps, and TorchTitan adds the special tokens of
+    ``tokenizer_config.json`` that ``tokenizer.json`` lacks (``components/tokenizer.py``,
+    ``_infer_special_tokens``).
 
     Raises:
         UserError: no readable ``tokenizer.json``, or no end-of-text token in its config.
     """
-    from tokenizers import Tokenizer
+    from tokenizers import AddedToken, Tokenizer
 
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise UserError(f"--tokenizer needs a folder with a tokenizer.json, and {file} is missing")
     try:
-        size = Tokenizer.from_file(str(file)).get_vocab_size()
-        config = json.loads((folder / "tokenizer_config.json").read_text())
+        tokenizer = Tokenizer.from_file(str(file))
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        ends = [_content(config.get(f"{name}_token")) for name in SPECIAL]
+        decoder = [_content(token) for token in config.get("added_tokens_decoder", {}).values()]
+        if not ends[1]:
+            raise UserError(f"{folder}/tokenizer_config.json names no eos_token")
+        added = [token for token in (*ends, *decoder) if token]
+        tokenizer.add_special_tokens([AddedToken(token, special=True) for token in added])
+        return max(tokenizer.get_vocab().values(), default=-1) + 1
     except FileNotFoundError:
         raise UserError(
             f"{folder} lacks tokenizer_config.json, which names the tokens that begin and end a "
             "document"
         ) from None
+    except UserError:
+        raise
     except Exception as error:  # the tokenizers library raises plain Exception
         raise UserError(f"the tokenizer in {folder} cannot be read: {error}") from error
-    if not config.get("eos_token"):
-        raise UserError(f"{folder}/tokenizer_config.json names no eos_token")
-    return size
+
+
+def _content(token: str | dict | None) -> str | None:
+    """Return a special token's text; it is stored as such or as a table with ``content``."""
+    return token["content"] if isinstance(token, dict) else token
 
 
 def folders(tokenizer: Path | None, data: Path | None) -> tuple[Path, Path]:
@@ -182,10 +253,6 @@ def default_folders() -> tuple[Path, Path]:
     if not folder.exists():
         _build(folder, [name for name, _ in files])
     return folder / "tokenizer", folder / "dataset"
-
-
-# Characters of a long document, about a million tokens: more than a few steps of any job read.
-LONG_DOCUMENT = 4_000_000
 
 
 def long_documents() -> Path:

@@ -1,4 +1,4 @@
-"""Trim a torch.profiler trace to what the timeline shows: GPU streams and step annotations.
+"""Trim a torch.profiler trace to GPU streams and step annotations.
 
     python -m integration.evidence.trace IN.json[.gz] evidence/trace-NAME.json.gz
 

@@ -96,19 +96,26 @@ def apply(
 def take_off(
     checkout: Path, names: Sequence[str] | None = None, *, three_way: bool = False
 ) -> list[str]:
-    """Undo ``apply``: exactly ``names`` (all for None), and not what they require."""
+    """Undo ``apply``: exactly ``names`` (all for None), and not what they require.
+
+    Raises:
+        UserError: one of them is there in part or in another state, or is required by one that
+            stays; nothing was changed then.
+    """
     contributions = repository.load()
     chosen = repository.find(contributions, names)
     pins = _pins_of(checkout, chosen if names is not None else contributions)
     state = _look(checkout, pins, contributions)
     mine = [c for c in chosen if c.upstream in pins]
-    said = [
-        f"{c.name}: not there as it is stored; take a merged one off with git"
-        if state.changed([c])
-        else f"{c.name}: not applied"
-        for c in mine
-        if c.name not in state.applied
-    ]
+    absent = [c for c in mine if c.name not in state.applied]
+    if partly := [c for c in absent if state.changed([c])]:
+        _, findings = scratch.apply(state.bare, partly[-1:], reverse=True)
+        raise UserError(
+            f"expected {partly[-1].name} in {checkout} exactly as it is stored, found another "
+            f"state: {findings[0].sentence()}; nothing was changed: take it off with git "
+            f"(`git -C {checkout} diff`, or `git -C {checkout} revert` where it is a commit)"
+        )
+    said = [f"{c.name}: not applied" for c in absent]
     todo = [c for c in mine if c.name in state.applied]
     if not todo:
         return said

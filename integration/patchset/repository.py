@@ -27,6 +27,9 @@ def scan(root: Path | None = None) -> tuple[tuple[Contribution, ...], list[Findi
 
     Series and files must name the same patches, once each; a name is unique across upstreams, as
     that is what the command line and ``Requires:`` call a contribution by.
+
+    Raises:
+        UserError: git has given the patches the line ends of another system.
     """
     root = root or paths.REPO
     contributions: list[Contribution] = []
@@ -65,8 +68,11 @@ def scan(root: Path | None = None) -> tuple[tuple[Contribution, ...], list[Findi
                     )
                 )
                 continue
+            data = file.read_bytes()
+            if data.partition(b"\n")[0].endswith(b"\r"):
+                raise _crlf(root, file)
             try:
-                contributions.append(parse(name, upstream, file, file.read_bytes()))
+                contributions.append(parse(name, upstream, file, data))
             except MalformedPatchError as error:
                 findings.append(
                     Finding(
@@ -94,6 +100,14 @@ def scan(root: Path | None = None) -> tuple[tuple[Contribution, ...], list[Findi
             if f"{shown}:" not in seen.get(file.stem, "")
         ]
     return tuple(contributions), findings
+
+
+def _crlf(root: Path, file: Path) -> UserError:
+    return UserError(
+        f"expected LF at the ends of the lines of {file.relative_to(root)}, found CRLF, which git "
+        f"puts there where core.autocrlf is true; hashes and hunks cannot fit: run `git -C {root} "
+        f"config core.autocrlf false`, then `git -C {root} checkout-index --force --all`"
+    )
 
 
 def load(root: Path | None = None) -> tuple[Contribution, ...]:

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from integration.ground import paths
+from integration.ground import files, paths
 from integration.ground.errors import UserError, nearest
 from integration.patchset import pins as pins_module
 from integration.patchset import repository
@@ -97,9 +97,13 @@ def new(name: str, upstream: str) -> tuple[Path, Path]:
     test, target = _TESTS[upstream]
     camel = "".join(word.capitalize() for word in name.split("_"))
     values = {"name": name, "camel": camel, "target": target.format(name=name), "mark": MARK}
-    folder.mkdir(parents=True)
-    (folder / f"test_{name}.py").write_text(test.format(**values), encoding="utf-8")
     message = paths.cache_dir() / "messages" / f"{name}.txt"
     message.parent.mkdir(parents=True, exist_ok=True)
-    message.write_text(_MESSAGE.format(**values), encoding="utf-8")
+    files.write(message, _MESSAGE.format(**values))
+    file = (folder / f"test_{name}.py").relative_to(paths.REPO).as_posix()
+    try:
+        files.replace_all(paths.REPO, {file: test.format(**values).encode()})
+    except UserError:
+        message.unlink()
+        raise
     return folder, message

@@ -108,8 +108,8 @@ def figures_table(figures: list[Figure]) -> Table:
         mark = "" if figure.agrees else "[red]"
         table.add_row(
             figure.name,
-            _number(figure.published, figure.unit),
-            _number(figure.planned, figure.unit),
+            number(figure.published, figure.unit),
+            number(figure.planned, figure.unit),
             f"{mark}{figure.difference:+.1%}",
             figure.why,
         )
@@ -137,6 +137,7 @@ def _signed(value: float) -> str:
     return f"{value:+,.2f}" if abs(value) >= 0.005 else ""
 
 
-def _number(value: float, unit: str) -> str:
+def number(value: float, unit: str) -> str:
+    """Return a figure with its unit."""
     text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return f"{text} {unit}".strip()

@@ -24,7 +24,7 @@ from integration.ground.errors import UserError
 from integration.jobs.spec import JobSpec
 from integration.ranks import attention, contributed
 from integration.ranks.checkpoint import ReshardingCheckpointManager
-from integration.ranks.dataloader import TextDataLoader
+from integration.ranks.dataloader import TextDataLoader, TextTokenizer
 from integration.ranks.moe import model_spec
 from integration.ranks.trainer import JobTrainer
 
@@ -39,6 +39,7 @@ def trainer_config(job: JobSpec, *, tokenizer: str = "./tokenizer") -> JobTraine
     return JobTrainer.Config(
         model_spec=spec,
         hf_assets_path=tokenizer,
+        tokenizer=TextTokenizer.Config(),
         loss=ChunkedLossWrapper.Config(
             num_chunks=job.loss_chunks,
             loss_fn=CrossEntropyLoss.Config(global_vocab_size=job.shape.vocab),

@@ -8,7 +8,7 @@ from typing import Any
 from integration.ground import paths
 from integration.ground.units import seconds, size
 from integration.ladder.numbers import NOT_COMPARED
-from integration.report.charts import Bar, Chart, bars, lines
+from integration.report.charts import Bar, Bars, Chart, Lines
 from integration.report.merge import Record, members
 from integration.report.page import (
     Beside,
@@ -26,6 +26,7 @@ FULL_SET = "full set"
 # More are not read one after the other, and so are closed: rungs of a chart, rows of the table.
 MANY, MANY_ROWS = 20, 12
 PHASES = {"forward_s": "forward", "backward_s": "backward", "optimizer_s": "optimizer"}
+PHASES_TITLE = "Where a step's time goes"
 REST = "rest"
 BLANK = ("", NOT_COMPARED)  # a column of these alone is left out
 SEEN = 0.005  # of a step: less is rounding
@@ -81,8 +82,8 @@ def section(records: Sequence[Record]) -> Section:
         return Section(title="Ladder", blocks=[Missing(what=what, command=COMMAND)])
     published = next((r["published"] for r in records if r.get("published")), None)
     blocks = _blocks(records[0], published)
-    for record in records[1:]:
-        blocks += _blocks(record, None)
+    # One is read; the others are there to be opened.
+    blocks += [Closed(title(record), _blocks(record, None)[1:]) for record in records[1:]]
     return Section(title="Ladder", blocks=blocks)
 
 
@@ -168,7 +169,12 @@ def _rates(record: Record, rungs: Sequence[Record], name: str) -> Chart:
                 spread=(tokens / most, tokens / least),
             )
         )
-    return bars(name, rows, "{:,.0f} tokens/s".format, note="Whiskers: slowest and fastest step.")
+    return Bars(
+        title=name,
+        bars=rows,
+        form="{:,.0f} tokens/s".format,
+        note="Thin lines: from the slowest to the fastest step.",
+    )
 
 
 def _published(rows: Sequence[Record]) -> Chart:
@@ -178,10 +184,10 @@ def _published(rows: Sequence[Record]) -> Chart:
         parts = {"before": low, "gained": high - low} if high > low else {"before": low}
         text = f"{low:,.0f} to {high:,.0f}" if high > low else f"{low:,.0f}"
         shown.append(Bar(label=row["label"], parts=parts, text=text))
-    return bars(
-        "Published, tokens/s a GPU",
-        shown,
-        "{:,.0f} tokens/s".format,
+    return Bars(
+        title="Published, tokens/s a GPU",
+        bars=shown,
+        form="{:,.0f} tokens/s".format,
         faint=("gained",),
         note="384 GH200, a larger model; each pair is before and after, not all of one run.",
     )
@@ -198,7 +204,7 @@ def _phases(rungs: Sequence[Record]) -> Chart:
         rows.append(Bar(label=rung["label"], parts=parts, text=seconds(median["step_s"])))
     rest = any(REST in row.parts for row in rows)
     note = "The rest of a step: what no phase holds, such as clipping gradients." if rest else ""
-    return bars("Where a step's time goes", rows, seconds, note=note)
+    return Bars(title=PHASES_TITLE, bars=rows, form=seconds, note=note)
 
 
 def _table(rungs: Sequence[Record]) -> Table:
@@ -252,4 +258,4 @@ def losses(record: Record) -> Chart | None:
         first + (f" and {len(more)} equal to it" if more else ""): (range(1, len(loss) + 1), loss)
         for loss, (first, *more) in equal.items()
     }
-    return lines(f"Ladder: {title(record)}", series, x="step", y="loss")
+    return Lines(title=f"Ladder: {title(record)}", series=series, x="step", y="loss")

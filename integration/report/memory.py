@@ -8,9 +8,9 @@ from typing import Any
 from integration.ground.units import size
 from integration.patchset.patch import Contribution
 from integration.report import ladder
-from integration.report.charts import Bar, Chart, bars
+from integration.report.charts import Bar, Bars, Chart
 from integration.report.merge import members
-from integration.report.page import Beside, Block, Commands, Missing, Section
+from integration.report.page import Beside, Block, Commands, Missing, Section, first_open
 
 LIVE, CACHED = "live", "cached"
 NOTE = (
@@ -34,7 +34,8 @@ def pools(records: Sequence[ladder.Record], contributions: Sequence[Contribution
             streams = rung["runs"][-1]["pools"].items()
             rows += [_bar(stream, h[LIVE], h[CACHED]) for stream, h in streams]
         if rows:
-            charts.append(bars(f"Ladder: {ladder.title(record)}", rows, size, faint=(CACHED,)))
+            name = f"Ladder: {ladder.title(record)}"
+            charts.append(Bars(title=name, bars=rows, form=size, faint=(CACHED,)))
             made += ladder.commands(record)
     for contribution in contributions:
         for file in sorted((contribution.folder / "evidence").glob("*.json")):
@@ -48,7 +49,7 @@ def pools(records: Sequence[ladder.Record], contributions: Sequence[Contribution
                 ]
             if rows:
                 title = f"{contribution.name}, benchmark, at the peak"
-                charts.append(bars(title, rows, size, faint=(CACHED,)))
+                charts.append(Bars(title=title, bars=rows, form=size, faint=(CACHED,)))
                 made.append((title, f"integration bench {contribution.name} --record"))
     if not charts:
         missing = Missing(
@@ -56,7 +57,7 @@ def pools(records: Sequence[ladder.Record], contributions: Sequence[Contribution
             command="integration bench unshard_async_op --record",
         )
         return Section(title="Memory by stream pool", blocks=[missing])
-    blocks: list[Block] = [NOTE, Commands(made), Beside(tuple(charts))]
+    blocks: list[Block] = [NOTE, Commands(made), *first_open(charts, "ladders and benchmarks")]
     return Section(title="Memory by stream pool", blocks=blocks)
 
 

@@ -1,21 +1,22 @@
 """A static page: everything inlined, so that it opens from a disk, a mail or a CI artifact.
 
-The plotting library is plotly.js, whole (4.8 MB): a page that loads it from elsewhere shows nothing
-on a compute node, and a chart that can be zoomed is worth it in the timeline.
+Bars are rows of HTML, lines are SVG: they need no script, follow the reader's light or dark scheme
+and text size, and take the width that there is. A row has its label above its bar, left, and its
+figure above it, right, since beside a bar a contribution's name takes most of a telephone's width.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from math import isfinite
 from pathlib import Path
 
 from integration.ground import files
 from integration.ground.errors import UserError
-from integration.report.charts import Chart
+from integration.report.charts import Bar, Bars, Chart, Lines
 
 HERE = Path(__file__).parent
-AROUND = 130  # pixels: a chart's title, legend, note and summary
 LONG = 24  # characters: more is no number
 _LONG = {False: "", True: ' class="long"'}
 
@@ -89,6 +90,13 @@ class Section:
         return "-".join("".join(c if c.isalnum() else " " for c in self.title.lower()).split())
 
 
+def first_open(charts: Sequence[Chart], what: str) -> list[Block]:
+    """Return the first chart, and the others closed: one is read, the others are looked up."""
+    first, *more = charts
+    rest = [Closed(f"{len(more)} more: {what}", [Beside(tuple(more))])] if more else []
+    return [first, *rest]
+
+
 def write(path: Path, title: str, lead: str, sections: Sequence[Section]) -> None:
     """Write the page beside, and rename.
 
@@ -107,8 +115,7 @@ def write(path: Path, title: str, lead: str, sections: Sequence[Section]) -> Non
 
 def render(title: str, lead: str, sections: Sequence[Section]) -> str:
     """Return the page's HTML. ``lead`` is text below the title."""
-    numbered = _Numbered()
-    body = "\n".join(_section(section, numbered) for section in sections)
+    body = "\n".join(_section(section) for section in sections)
     links = "".join(f'<li><a href="#{s.anchor}">{escape(s.title)}</a></li>' for s in sections)
     contents = f'<nav aria-label="Contents"><ul>{links}</ul></nav>' if len(sections) > 1 else ""
     return f"""<!doctype html>
@@ -125,31 +132,16 @@ def render(title: str, lead: str, sections: Sequence[Section]) -> str:
 <body>
 <a class="skip" href="#content">Skip to the content</a>
 <header><h1>{escape(title)}</h1><p>{_prose(lead)}</p>{contents}</header>
-<noscript><p>Charts need JavaScript; their numbers are in the tables below each.</p></noscript>
 <main id="content">
 {body}
 </main>
-<script>{_plotly()}</script>
-<script>
-{(HERE / "page.js").read_text(encoding="utf-8")}</script>
 </body>
 </html>
 """
 
 
-class _Numbered:
-    """Gives each chart a number of its own, for its ids."""
-
-    def __init__(self) -> None:
-        self.last = 0
-
-    def next(self) -> int:
-        self.last += 1
-        return self.last
-
-
-def _section(section: Section, numbered: _Numbered) -> str:
-    blocks = "\n".join(_block(block, numbered) for block in section.blocks)
+def _section(section: Section) -> str:
+    blocks = "\n".join(_block(block) for block in section.blocks)
     source = f'<p class="command">{_command(section.command)}</p>' if section.command else ""
     return (
         f'<section id="{section.anchor}"><h2>{escape(section.title)}</h2>\n{source}\n{blocks}\n'
@@ -157,22 +149,18 @@ def _section(section: Section, numbered: _Numbered) -> str:
     )
 
 
-def _block(block: Block, numbered: _Numbered) -> str:
+def _block(block: Block) -> str:
     match block:
-        case Chart():
-            return _chart(block, numbered.next())
+        case Bars() | Lines():
+            return _chart(block)
         case Table():
             return _table(block)
         case Beside():
-            columns = "\n".join(
-                "<div>" + "\n".join(_chart(c, numbered.next()) for c in column) + "</div>"
-                for column in _columns(block.charts)
-            )
-            return f'<div class="pair">{columns}</div>'
+            return f'<div class="pair">{"".join(_chart(c) for c in block.charts)}</div>'
         case Heading():
             return f"<h3>{escape(block.text)}</h3>"
         case Closed():
-            inner = "\n".join(_block(each, numbered) for each in block.blocks)
+            inner = "\n".join(_block(each) for each in block.blocks)
             summary = f"<summary>{escape(block.summary)}</summary>"
             return f'<details class="closed">{summary}\n{inner}\n</details>'
         case Commands():
@@ -184,43 +172,78 @@ def _block(block: Block, numbered: _Numbered) -> str:
     return f"<p>{_prose(block)}</p>"
 
 
-def _columns(charts: Sequence[Chart]) -> list[list[Chart]]:
-    """Return two columns, or one; each chart in turn is put into the one that is shorter."""
-    columns: list[list[Chart]] = [[], []]
-    for chart in charts:
-        min(columns, key=lambda c: sum(each.height + AROUND for each in c)).append(chart)
-    return [column for column in columns if column]
-
-
 def _prose(text: str) -> str:
     """Return text as markup; a command in backquotes becomes code."""
     return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
-def _chart(chart: Chart, number: int) -> str:
-    name = f"chart-{number}"
+def _chart(chart: Chart) -> str:
     legend = "".join(
-        f'<li><button type="button" aria-pressed="true" aria-controls="{name}" '
-        f'data-name="{escape(label)}"><span style="background:{colour}"></span>{escape(label)}'
-        "</button></li>"
-        for label, colour in chart.legend
+        f'<li><span style="background:{colour}"></span>{escape(label)}</li>'
+        for label, colour in chart.legend.items()
     )
-    legend = f'<ul class="legend" aria-label="Shown or hidden">{legend}</ul>' if legend else ""
-    note = f"<p>{_prose(chart.note)}</p>" if chart.note else ""
-    # What ends a script would end this one, also within JSON's strings.
-    figure = chart.json().replace("</", "<\\/")
+    legend = f'<ul class="legend">{legend}</ul>' if legend else ""
+    note = f"<p>{_prose(chart.caption)}</p>" if chart.caption else ""
+    drawn = _bars(chart) if isinstance(chart, Bars) else _lines(chart)
     numbers = _table(Table(heads=chart.heads, rows=chart.rows))
     return f"""<figure>
 <figcaption>{escape(chart.title)}</figcaption>
 {legend}
-<div class="chart" id="{name}" style="height:{chart.height}px" role="img"
- aria-label="{escape(chart.title)}; its numbers are below"></div>
-<script type="application/json" id="{name}-figure">{figure}</script>
+<div class="chart" role="img" aria-label="{escape(chart.title)}; its numbers are below">{drawn}
+</div>
 {note}
 <details><summary>Numbers</summary>
 {numbers}
 </details>
 </figure>"""
+
+
+def _bars(chart: Bars) -> str:
+    colours = chart.colours
+    return "".join(_bar(chart, row, colours, first=n == 0) for n, row in enumerate(chart.bars))
+
+
+def _bar(chart: Bars, row: Bar, colours: dict[str, str], *, first: bool) -> str:
+    if not row.parts and not row.note:
+        return f'\n<p class="group">{escape(row.label)}</p>'
+    parts = "".join(
+        f'<i style="width:{_share(value, chart)};background:{colours[name]}"'
+        f' title="{escape(f"{name}: {chart.form(value)}")}"></i>'
+        for name, value in row.parts.items()
+    )
+    if row.spread:
+        low, high = row.spread
+        parts += f'<b style="left:{_share(low, chart)};width:{_share(high - low, chart)}"></b>'
+    if first and chart.limit:
+        parts += f'<u style="left:{_share(chart.limit[1], chart)}"></u>'
+    track = f"<em>{escape(row.note)}</em>" if row.note else f'<div class="track">{parts}</div>'
+    words = f"<span>{escape(row.label)}</span><span>{escape(row.text)}</span>"
+    return f'\n<div class="bar"><div class="words">{words}</div>{track}</div>'
+
+
+def _share(value: float, chart: Bars) -> str:
+    return f"{value / chart.most:.3%}"
+
+
+def _lines(chart: Lines) -> str:
+    """Return an SVG that is stretched to the width, with the ends of both axes as text around."""
+    xs = [x for each, _ in chart.series.values() for x in each]
+    ys = [y for _, each in chart.series.values() for y in each if isfinite(y)]
+    left, right = min(xs), max(xs)
+    low, high = (min(ys), max(ys)) if ys else (0.0, 1.0)
+    width, height = (right - left) or 1.0, (high - low) or 1.0
+    drawn = ""
+    for name, (x, y) in chart.series.items():
+        points = " ".join(
+            f"{(a - left) / width * 1000:.1f},{(high - b) / height * 300:.1f}"
+            for a, b in zip(x, y, strict=True)
+            if isfinite(b)
+        )
+        drawn += f'<polyline points="{points}" stroke="{chart.legend[name]}"/>'
+    return f"""
+<div class="words"><span>{escape(chart.y)} {high:.6g}</span></div>
+<svg viewBox="0 0 1000 300" preserveAspectRatio="none" aria-hidden="true">{drawn}</svg>
+<div class="words"><span>{low:.6g}; {escape(chart.x)} {left:g}</span><span>{right:g}</span></div>"""
 
 
 def _table(table: Table) -> str:
@@ -232,7 +255,10 @@ def _table(table: Table) -> str:
     )
     rows = "".join(
         "<tr>"
-        + "".join(f"<td{_LONG[w]}>{_cell(c)}</td>" for c, w in zip(row, long, strict=True))
+        + "".join(
+            f'<td{_LONG[wide]} data-head="{escape(head)}">{_cell(cell)}</td>'
+            for cell, wide, head in zip(row, long, table.heads, strict=True)
+        )
         + "</tr>"
         for row in table.rows
     )
@@ -268,9 +294,3 @@ def _commands(rows: Sequence[tuple[str, str]]) -> str:
 
 def _command(command: str) -> str:
     return f"<code>{escape(command)}</code>"
-
-
-def _plotly() -> str:
-    from plotly.offline import get_plotlyjs
-
-    return get_plotlyjs()

@@ -1,19 +1,28 @@
 """The plan as one static page, in the charts and the style of ``integration report``."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from integration.ground.units import GIB, size
 from integration.plan import traffic
 from integration.plan.plan import Change, Plan
+from integration.plan.published import Figure
+from integration.plan.render import number
 from integration.report import page
-from integration.report.charts import Bar, Chart, bars
+from integration.report.charts import Bar, Bars
 from integration.report.page import Block, Section, Table
 
 GIGA = 1e9
 
 
-def write(plan: Plan, changes: list[Change], path: Path) -> None:
-    """Write the page.
+def write(
+    plan: Plan,
+    changes: list[Change],
+    path: Path,
+    figures: Sequence[Figure] = (),
+    arithmetic: Sequence[str] = (),
+) -> None:
+    """Write the page; with the published ``figures`` of the job and their ``arithmetic``, if any.
 
     Raises:
         UserError: it cannot be written there.
@@ -24,7 +33,12 @@ def write(plan: Plan, changes: list[Change], path: Path) -> None:
         f"{time.tokens_per_second:,.0f} tokens/s a GPU, {time.seconds:.1f} s a step, MFU "
         f"{time.mfu:.1%}, bound by {time.binds}."
     )
-    page.write(path, title, lead, sections(plan, changes))
+    shown = sections(plan, changes)
+    if figures:
+        shown.append(
+            Section(title="Beside the published run", blocks=_published(figures, arithmetic))
+        )
+    page.write(path, title, lead, shown)
 
 
 def sections(plan: Plan, changes: list[Change]) -> list[Section]:
@@ -38,17 +52,18 @@ def sections(plan: Plan, changes: list[Change]) -> list[Section]:
         )
         for phase in plan.time.phases
     ]
+    seconds = Bars(title="Seconds", bars=phases, form="{:.2f} s".format)
     return [
         Section(
             title=f"Memory of rank {plan.worst.rank}, the worst", blocks=[*notes, *memory(plan)]
         ),
         Section(title="Traffic a step and GPU", blocks=_traffic(plan)),
-        Section(title="Time of a step", blocks=[bars("Seconds", phases, "{:.2f} s".format)]),
+        Section(title="Time of a step", blocks=[seconds]),
         Section(title="Without one contribution", blocks=[_changes(changes)]),
     ]
 
 
-def memory(plan: Plan) -> list[Chart]:
+def memory(plan: Plan) -> list[Bars]:
     """Return the worst rank's memory by item, on the GPU and on the host, against what is there."""
     where = (
         ("GPU", plan.worst.hbm, plan.cluster.gpu.hbm_gib),
@@ -57,13 +72,13 @@ def memory(plan: Plan) -> list[Chart]:
     return [_budget(name, items, there * GIB) for name, items, there in where]
 
 
-def _budget(name: str, items: dict[str, float], there: float) -> Chart:
+def _budget(name: str, items: dict[str, float], there: float) -> Bars:
     """Return one bar of all items against the limit, and one bar an item below it."""
     held = {item: value for item, value in items.items() if value}
     total = sum(held.values())
     rows = [Bar(label="all", parts=held, text=f"{size(total)} of {size(there)}")]
     rows += [Bar(label=item, parts={item: value}, text=size(value)) for item, value in held.items()]
-    return bars(name, rows, size, limit=("what is there", there))
+    return Bars(title=name, bars=rows, form=size, limit=("what is there", there))
 
 
 def _traffic(plan: Plan) -> list[Block]:
@@ -82,7 +97,7 @@ def _traffic(plan: Plan) -> list[Block]:
                 Bar(label=cause, parts={"GB": value}, text=f"{value:,.1f}")
                 for cause, value in causes.items()
             ]
-            found.append(bars(f"{name}, GB", shown, "{:,.1f} GB".format))
+            found.append(Bars(title=f"{name}, GB", bars=shown, form="{:,.1f} GB".format))
     return found
 
 
@@ -93,3 +108,21 @@ def _changes(changes: list[Change]) -> Table:
         cells = (c.hbm / GIB, c.host / GIB, c.network / GIGA, c.seconds)
         rows.append((c.name, *(f"{value:+,.2f}" for value in cells)))
     return Table(heads=heads, rows=rows, title="What is added by leaving it out")
+
+
+def _published(figures: Sequence[Figure], arithmetic: Sequence[str]) -> list[Block]:
+    rows = [
+        (
+            figure.name,
+            number(figure.published, figure.unit),
+            number(figure.planned, figure.unit),
+            f"{figure.difference:+.1%}",
+            figure.why,
+        )
+        for figure in figures
+    ]
+    heads = ("", "published", "planned", "difference", "because")
+    return [
+        Table(heads=heads, rows=rows, numbers=False, title="Published and planned"),
+        *arithmetic,
+    ]

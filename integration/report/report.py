@@ -5,7 +5,7 @@ from datetime import date
 from pathlib import Path
 
 from integration.patchset import repository
-from integration.report import contributions, ladder, memory, merge, page, runs, timeline
+from integration.report import contributions, ladder, memory, merge, page, runs, streams
 
 
 def write(given: Sequence[Path], target: Path) -> None:
@@ -24,7 +24,7 @@ def write(given: Sequence[Path], target: Path) -> None:
     sections = [
         ladder.section(records),
         runs.section(records, folders),
-        timeline.section(timeline.files(), records),
+        streams.section(streams.files(), records),
         memory.pools(records, patches),
         memory.budget(),
         contributions.section(patches),

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from integration.ground.errors import UserError
 from integration.report import ladder
-from integration.report.charts import Chart, lines
-from integration.report.page import Beside, Block, Commands, Missing, Section
+from integration.report.charts import Chart, Lines
+from integration.report.page import Block, Commands, Missing, Section, first_open
 from integration.train.run import Run
 
 COMMAND = "integration train mini, then integration report RUN"
@@ -31,7 +31,7 @@ def curves(folders: Sequence[Path]) -> Chart | None:
                 f"{folder}; no page was written: give one of outputs/CONFIG/START"
             )
         series[_name(folder)] = (list(values), list(values.values()))
-    return lines("Training runs", series, x="step", y="loss") if series else None
+    return Lines(title="Training runs", series=series, x="step", y="loss") if series else None
 
 
 def section(records: Sequence[ladder.Record], folders: Sequence[Path]) -> Section:
@@ -48,14 +48,14 @@ def section(records: Sequence[ladder.Record], folders: Sequence[Path]) -> Sectio
     made += [named for record, _ in found for named in ladder.commands(record)]
     blocks: list[Block] = [Commands(made)]
     blocks += [given] if given else []
-    blocks += [Beside(tuple(drawn))] if drawn else []
+    blocks += first_open(drawn, "losses of ladders") if drawn else []
     blocks += [_words(chart) for _, chart in found if chart not in drawn]
     return Section(title="Loss", blocks=blocks)
 
 
 def _brief(chart: Chart) -> bool:
     """Tell whether a chart is one line of a few points."""
-    return len(chart.data) == 1 and len(chart.data[0]["x"]) < POINTS
+    return len(chart.rows) == 1 and int(chart.rows[0][1]) < POINTS
 
 
 def _words(chart: Chart) -> str:

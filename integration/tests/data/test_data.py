@@ -11,20 +11,6 @@ from integration.data.source import Source
 from integration.ground.errors import UserError
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "builder"),
-    [
-        ("a.jsonl", '{"text": "x"}\n', "json"),
-        ("a.txt", "x\ny\n", "text"),
-    ],
-)
-def test_text_files_are_classified_and_read(tmp_path, name, text, builder):
-    (tmp_path / name).write_text(text)
-    source = Source.at(tmp_path)
-    source.check()
-    assert (source.kind, source.builder) == ("files", builder)
-
-
 def test_parquet_and_a_saved_data_set_are_read(tmp_path):
     rows = Dataset.from_dict({"text": ["one", "two"]})
     (tmp_path / "files").mkdir()
@@ -46,12 +32,22 @@ def test_files_come_in_one_order_for_every_rank(tmp_path):
     ("files", "sentence"),
     [
         ({}, "holds no .jsonl, .parquet, .txt file"),
-        ({"a.csv": "x"}, "holds no .jsonl, .parquet, .txt file"),
+        ({"README.md": "x", ".hidden.txt": "x"}, "holds no .jsonl, .parquet, .txt file"),
+        ({"a.csv": "x"}, "holds a.csv, which cannot be read as data"),
+        ({"a.jsonl": '{"text": "x"}', "b.json": "[]"}, "holds b.json, which cannot be read"),
+        ({"a.jsonl": '{"text": "x"}', "b.jsonl.lz4": "x"}, "holds b.jsonl.lz4, which cannot"),
         ({"a.txt": "x", "b.jsonl": "{}"}, "mixes .jsonl and .txt files"),
         ({"a.jsonl": ""}, "is empty: 1 file(s) of 0 bytes"),
         ({"a.jsonl": "not json\n"}, "cannot be read"),
-        ({"a.jsonl": '{"body": "x"}\n'}, "needs a column `text` of strings; it has: body"),
-        ({"a.jsonl": '{"text": 7}\n'}, "needs a column `text` of strings"),
+        ({"a.jsonl": '{"body": "x"}\n'}, "a.jsonl, line 1, needs a column `text`; it has: body"),
+        ({"a.jsonl": '{"text": 7}\n'}, "line 1, needs a text in its column `text`, and has 7"),
+        ({"a.jsonl": "[1]\n"}, "line 1, needs a column `text`; it has: a list"),
+        ({"a.jsonl": '{"text": "\\ud800"}\n'}, "line 1, is not Unicode"),
+        (
+            {"a.jsonl": '{"text": "x"}\n' * 19 + '{"text": null}\n'},
+            "a.jsonl, line 20, needs a text",
+        ),
+        ({"a.jsonl": '{"text": "x"}\n', "b.jsonl": '{"content": "x"}\n'}, "b.jsonl, line 1, needs"),
         ({"a.parquet": "not parquet"}, "cannot be read"),
     ],
 )

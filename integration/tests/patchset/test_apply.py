@@ -109,10 +109,21 @@ def test_reverse_does_not_guess_at_a_merge(checkout: Path) -> None:
     user_git(checkout, "commit", "-qam", "newer")
     apply(checkout, ["two"], three_way=True)
     before = tree(checkout)
-    assert take_off(checkout, ["two"]) == [
-        "two: not there as it is stored; take a merged one off with git"
-    ]
+    with pytest.raises(UserError, match=r"expected two in .* exactly as it is stored"):
+        take_off(checkout, ["two"])
     assert tree(checkout) == before
+
+
+def test_reverse_of_a_half_applied_patch_is_refused(checkout: Path) -> None:
+    """One of its two files is as patched; what is whole beside it does not go either."""
+    apply(checkout, ["one", "two"])
+    (checkout / CORE).write_text(line(30, "two"))
+    before = tree(checkout)
+    for names in (["one"], ["two", "one"], None):
+        with pytest.raises(UserError, match=r"expected one in .* found another state: .*core.py"):
+            take_off(checkout, names)
+    assert tree(checkout) == before
+    assert take_off(checkout, ["two"]) == ["two: taken off"]
 
 
 def test_a_folder_without_git_will_do(full: House, tmp_path: Path) -> None:

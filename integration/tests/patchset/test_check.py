@@ -1,11 +1,15 @@
 """``check`` holds on a sound repository, and names every fault of a broken one."""
 
+from pathlib import Path
+
 import pytest
 from expecttest import assert_expected_inline
 
 from integration.evidence import readme
-from integration.patchset import repository
-from integration.tests.patchset.conftest import BLOCK, LINES, House, line
+from integration.ground import paths
+from integration.ground.errors import UserError
+from integration.patchset import repository, scratch
+from integration.tests.patchset.conftest import BLOCK, LINES, House, line, user_git
 
 
 def verdicts(house: House) -> list[tuple[str, str]]:
@@ -33,6 +37,28 @@ def test_subject_and_text_beyond_ascii_round_trip(house: House) -> None:
     house.add("one", {"fakebase/core.py": line(3, "größer ✓")}, subject="[fake] Größer ✓ " * 6)
     assert house.check() == []
     assert house.get("one").subject == ("[fake] Größer ✓ " * 6).strip()
+
+
+def test_crlf_is_named_once(house: House) -> None:
+    """Hundreds of findings would follow from it, none of which names the cause."""
+    for name in ("one", "two"):
+        house.add(name, {f"fakebase/{name}.py": "x = 1\n"})
+    for file in [house.get(name).path for name in ("one", "two")]:
+        file.write_bytes(file.read_bytes().replace(b"\n", b"\r\n"))
+    with pytest.raises(UserError, match=r"one\.patch, found CRLF.*config core\.autocrlf false"):
+        house.check()
+
+
+def test_a_clone_with_autocrlf_has_the_stored_line_ends(tmp_path: Path, plain_git: None) -> None:
+    """`bash` cannot read a script with CRLF, nor `patches check` a patch."""
+    stored = {f: (paths.REPO / f).read_bytes() for f in (".gitattributes", "ci/venv", "Makefile")}
+    stored["patches/pytorch/series"] = (paths.REPO / "patches/pytorch/series").read_bytes()
+    scratch.write(tmp_path / "origin", stored)
+    user_git(tmp_path, "init", "-q", "origin")
+    user_git(tmp_path / "origin", "-c", "core.autocrlf=false", "add", "-A")
+    user_git(tmp_path / "origin", "commit", "-qm", "Stored")
+    user_git(tmp_path, "clone", "-q", "-c", "core.autocrlf=true", "origin", "clone")
+    assert scratch.read(tmp_path / "clone", stored) == stored
 
 
 def test_the_users_git_configuration_changes_nothing(

@@ -90,6 +90,22 @@ def test_export_twice(full: House, work: Path) -> None:
     assert "pytorch/three: unchanged" in checkout.export_set(work)
 
 
+@pytest.mark.parametrize("blocked", ["cache/messages", "pytorch_contrib"])
+def test_new_leaves_nothing_behind_that_is_half_made(
+    full: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocked: str
+) -> None:
+    """A file stands where a folder is needed: it stops root too, as a read-only one would not."""
+    monkeypatch.setenv("INTEGRATION_CACHE", str(full.root / "cache"))
+    (full.root / "cache").mkdir()
+    if (full.root / blocked).is_dir():
+        (full.root / blocked).rename(tmp_path / "away")
+    (full.root / blocked).write_text("")
+    before = tree(full.root)
+    with pytest.raises((UserError, OSError)):
+        scaffold.new("leaf_value", "pytorch")
+    assert tree(full.root) == before
+
+
 def test_new_contribution_goes_through(full: House, work: Path) -> None:
     folder, message = scaffold.new("leaf_value", "pytorch")
     assert "self.fail(" in (folder / "test_leaf_value.py").read_text()

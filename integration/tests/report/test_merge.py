@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from integration.evidence import trace
-from integration.report import ladder, memory, merge, page, report, runs, timeline
-from integration.report.page import Beside, Closed, Commands, Heading, Table
+from integration.report import ladder, memory, merge, page, report, runs, streams
+from integration.report.charts import Bars
+from integration.report.page import Closed, Commands, Section, Table
 from integration.tests.report import samples
 from integration.tests.report.test_report import drawn, run_folder
 
@@ -75,21 +76,23 @@ def test_gpus_come_before_cpus_and_ladders_before_what_is_merged_and_what_is_alo
 def test_a_merged_ladder_is_one_chart_each_and_a_table_with_mfu_and_options() -> None:
     records = merge.merged([*three(), samples.ladder()])
     section = ladder.section(records)
-    titles = [chart.title for chart in drawn(section)]
-    assert titles.count("Published, tokens/s a GPU") == 1
-    assert titles[4:] == ["Tokens/s a GPU, the full set alone", "Where a step's time goes"]
-    rates, phases = drawn(section)[4:]
+    assert [chart.title for chart in drawn(section)].count("Published, tokens/s a GPU") == 1
+    closed = section.blocks[-1]
+    assert isinstance(closed, Closed) and "the full set alone" in closed.summary
+    rates, phases = drawn(Section(title="", blocks=closed.blocks))
+    assert rates.title == "Tokens/s a GPU, the full set alone"
+    assert phases.title == "Where a step's time goes"
     assert [row[0] for row in rates.rows] == ["plain", "flash", "none"]
     assert [row[0] for row in phases.rows] == ["plain", "flash", "none"]
-    first, table = [block for block in section.blocks if isinstance(block, Table)]
+    (first,) = [block for block in section.blocks if isinstance(block, Table)]
+    (table,) = [block for block in closed.blocks if isinstance(block, Table)]
     assert "MFU" not in first.heads and "options" not in first.heads
     mfu = [row[table.heads.index("MFU")] for row in table.rows]
     assert mfu == ["20.0%", "25.0%", "40.0%"]
     assert [row[table.heads.index("options")] for row in table.rows][:2] == [
         "", "--override.imports some.flash",
     ]  # fmt: skip
-    heading, lead, commands = section.blocks[-5:-2]
-    assert isinstance(heading, Heading) and "the full set alone" in heading.text
+    lead, commands = closed.blocks[:2]
     assert "varied: `--override.imports some.flash`, `--compile.enable`" in str(lead)
     assert isinstance(commands, Commands)
     assert [name for name, _ in commands.rows] == ["plain", "flash", "none"]
@@ -113,8 +116,9 @@ def test_the_rest_of_a_step_is_drawn_where_phases_do_not_fill_it() -> None:
     assert "rest" not in phases.heads
     record["rungs"][0]["median"]["optimizer_s"] -= 0.1
     phases = drawn(ladder.section([record]))[2]
-    assert phases.data[3]["name"] == "rest"
-    assert phases.data[3]["x"] == [pytest.approx(0.1), None, None, None]
+    assert phases.heads[-2] == "rest"
+    assert isinstance(phases, Bars)
+    assert [bar.parts.get("rest") for bar in phases.bars] == [pytest.approx(0.1), None, None, None]
 
 
 def test_one_line_of_a_few_losses_is_words_unless_it_is_all(tmp_path: Path) -> None:
@@ -129,10 +133,10 @@ def test_one_line_of_a_few_losses_is_words_unless_it_is_all(tmp_path: Path) -> N
     assert len(drawn(runs.section([apart], [run]))) == 2
 
 
-def test_traces_of_a_merged_ladder_share_a_scale_and_its_order(
+def test_traces_of_a_merged_ladder_come_in_its_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timeline, "_shown", lambda file: file.name)
+    monkeypatch.setattr(streams, "_shown", lambda file: file.name)
     (record,) = merge.merged(three())
     commands = {m["label"]: f"{m['command']}: full set" for m in merge.members(record)}
     files = []
@@ -144,21 +148,12 @@ def test_traces_of_a_merged_ladder_share_a_scale_and_its_order(
         kept = {"patches": {}, "command": commands.get(name, "?"), "traceEvents": events}
         files.append(tmp_path / f"trace-{name}.json.gz")
         files[-1].write_bytes(gzip.compress(json.dumps(kept).encode()))
-    found = drawn(timeline.section(files, [record]))
+    found = drawn(streams.section(files, [record]))
     assert [chart.title for chart in found] == ["Plain", "None", "Other"]
-    assert [chart.layout["xaxis"]["range"][1] for chart in found] == pytest.approx([400, 400, 800])
-
-
-def test_charts_go_into_the_shorter_column() -> None:
-    tall = drawn(ladder.section([samples.long(12)]))[0]
-    low = drawn(ladder.section([samples.alone("a", 1.0)]))[0]
-    text = page.render("t", "", [page.Section(title="T", blocks=[Beside((tall, low, low))])])
-    left, right = text.split('<div class="pair">')[1].split("</div>\n<div>")
-    assert (left.count("<figure>"), right.count("<figure>")) == (1, 2)
 
 
 def test_a_page_of_what_is_kept_shows_published_figures_once(tmp_path: Path) -> None:
     report.write([], tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
     assert text.count("<figcaption>Published, tokens/s a GPU</figcaption>") == 1
-    assert "the full set alone</h3>" in text
+    assert "the full set alone</summary>" in text

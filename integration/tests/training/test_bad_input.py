@@ -9,8 +9,8 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.mark.parametrize(
     ("documents", "found"),
-    # One document: the second rank's share is empty, over which the pin's loader never ends.
-    [(["word " * 4000], "its share holds 0"), (["word"] * 8, "its share holds 0")],
+    # One short document: the second rank's share is empty, over which the pin's loader never ends.
+    [(["word " * 40], "its share holds 0"), (["word"] * 8, "its share holds 0")],
 )
 def test_data_smaller_than_a_batch_is_refused(trainer, tmp_path, documents, found):
     data = tmp_path / "data"

@@ -13,6 +13,7 @@ from integration.patchset import pins, repository, scratch
 from integration.patchset.apply import apply, take_off
 from integration.patchset.patch import Contribution
 from integration.tests.patchset.conftest import tree, user_git
+from integration.upstream import branch
 
 ALLOWED = ("-c", "protocol.file.allow=always")
 
@@ -93,6 +94,34 @@ def test_crlf(upstream: str, clone: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"found CRLF.*config core.autocrlf false"):
             apply(crlf, commits=commits)
     assert tree(crlf) == before
+
+
+@pytest.mark.parametrize("objects", ["blob:none", "tree:0"])
+def test_a_partial_clone_fetches_what_it_lacks(
+    upstream: str, clone: Path, tmp_path: Path, objects: str
+) -> None:
+    """Its HEAD is another commit, so that not one object of the release is there."""
+    scratch.write(clone, {path: b"newer\n" for path in scratch.touched(mine(upstream))})
+    user_git(clone, "commit", "-qam", "Newer")
+    user_git(clone, "config", "uploadpack.allowFilter", "true")
+    user_git(tmp_path, "clone", "-q", f"--filter={objects}", f"file://{clone}", "partial")
+    tag = pins.load()[upstream].tag
+    for contribution in mine(upstream)[:1] + mine(upstream)[-1:]:
+        branch.make(tmp_path / "partial", contribution.name, tag)
+        log = user_git(tmp_path / "partial", "log", "-1", "--format=%s", contribution.name)
+        assert log.strip() == contribution.subject
+
+
+def test_a_partial_clone_without_its_origin(upstream: str, clone: Path, tmp_path: Path) -> None:
+    scratch.write(clone, {path: b"newer\n" for path in scratch.touched(mine(upstream))})
+    user_git(clone, "commit", "-qam", "Newer")
+    user_git(clone, "config", "uploadpack.allowFilter", "true")
+    user_git(tmp_path, "clone", "-q", "--filter=blob:none", f"file://{clone}", "partial")
+    clone.rename(tmp_path / "gone")
+    name = mine(upstream)[0].name
+    with pytest.raises(UserError, match=r"expected to fetch what the partial clone .* --refetch"):
+        branch.make(tmp_path / "partial", name, pins.load()[upstream].tag)
+    assert user_git(tmp_path / "partial", "branch", "--list", name) == ""
 
 
 def test_a_users_own_change_in_the_way(upstream: str, clone: Path) -> None:
