@@ -70,7 +70,7 @@ class DryTrainer(Trainer):
     ) -> None:
         """Run what ``train_step`` runs, without its look at the data and the loss."""
         parallel = self.parallel_dims
-        with self._fake, watching:
+        with self._fake, overrides.first_chunks(), watching:
             self.optimizers.zero_grad()
             self._forward_backward()
             with during("gradient norm"):
