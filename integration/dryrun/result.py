@@ -35,7 +35,10 @@ def write(path: Path, job: JobSpec, request: Request, found: dict[str, Any]) -> 
     Raises:
         UserError: the file cannot be written.
     """
-    plan = {"parameters": list(map(asdict, compare.parameters(job, request.rank, found).values()))}
+    plan = {
+        "parameters": list(map(asdict, compare.parameters(job, request.rank, found).values())),
+        "host": list(map(asdict, compare.host(job, request.rank, found))),
+    }
     if "collectives" in found:
         asked = (job, request.rank, found)
         plan["received"] = list(map(asdict, compare.traffic_by_cause(*asked)))
