@@ -10,10 +10,10 @@ from integration.data import source as job_data
 from integration.ground.errors import UserError, nearest
 from integration.ground.paths import outputs_dir
 from integration.jobs import catalog
+from integration.jobs import cluster as clusters
+from integration.jobs.cluster import Cluster, Variable
 from integration.patchset import overlay
-from integration.slurm import cluster as clusters
 from integration.slurm import fit
-from integration.slurm.cluster import Cluster, Variable
 from integration.slurm.script import SCRIPT_FILE, Script
 from integration.train import launch
 from integration.train.run import Job, Run
@@ -58,7 +58,7 @@ def launch_job(request: Request) -> None:
     names = contributions(request.without)
     _check_fit(request, cluster, draft.nodes * draft.ranks, names)
     if request.submit:
-        _require_sbatch(request.account or cluster.account)
+        _require_sbatch(request.account or cluster.slurm.account)
 
     patched = overlay.build(names)
     tokenizer, dataset = job_data.folders(request.tokenizer, request.data)
@@ -121,7 +121,7 @@ def _script(
     trainer: tuple[str, ...],
     environment: tuple[Variable, ...] = (),
 ) -> Script:
-    ranks = cluster.gpus or 1 if request.ranks is None else request.ranks
+    ranks = cluster.gpus_a_node or 1 if request.ranks is None else request.ranks
     job = catalog.find(request.config)
     nodes = request.nodes
     if nodes is None:
@@ -134,8 +134,8 @@ def _script(
         nodes=nodes,
         ranks=ranks,
         spares=request.spares,
-        account=request.account or cluster.account,
-        time=request.time or cluster.time_limit,
+        account=request.account or cluster.slurm.account,
+        time=request.time or cluster.slurm.time_limit,
         max_restarts=request.max_restarts,
         trainer=trainer,
         environment=environment,
