@@ -11,7 +11,10 @@ from integration.jobs.spec import JobSpec
 
 def as_json(job: JobSpec, request: Request, found: dict[str, Any]) -> dict[str, Any]:
     """Return ``found`` with what was asked, and with the plan's numbers beside it."""
-    plan = {"parameters": list(map(asdict, compare.parameters(job, request.rank, found).values()))}
+    plan = {
+        "parameters": list(map(asdict, compare.parameters(job, request.rank, found).values())),
+        "host": list(map(asdict, compare.host(job, request.rank, found))),
+    }
     if "collectives" in found:
         asked = (job, request.rank, found)
         plan["received"] = list(map(asdict, compare.traffic_by_cause(*asked)))

@@ -15,10 +15,10 @@ from integration.ground.errors import UserError
 from integration.ground.options import Config, Rest, Without
 from integration.ground.paths import outputs_dir
 from integration.jobs import catalog
+from integration.jobs import cluster as clusters
+from integration.jobs.cluster import Cluster, Variable
 from integration.patchset import overlay
-from integration.slurm import cluster as clusters
 from integration.slurm import fit
-from integration.slurm.cluster import Cluster, Variable
 from integration.slurm.script import SCRIPT_FILE, Script
 from integration.train import launch
 from integration.train.run import Job, Run
@@ -86,7 +86,7 @@ def launch_job(request: Request) -> None:
     names = contributions(request.without)
     _check_fit(request, cluster, draft.nodes * draft.ranks, names)
     if request.submit:
-        _require_sbatch(request.account or cluster.account)
+        _require_sbatch(request.account or cluster.slurm.account)
 
     patched = overlay.build(names)
     tokenizer, dataset = job_data.folders(request.tokenizer, request.data)
@@ -140,12 +140,14 @@ def _check(request: Request) -> Cluster:
             "the defaults, the source text of the pins and its 4,096 tokens, are for small "
             "configs, and nothing was written: name folders on the cluster's file system"
         )
-    if request.cluster is None and job.cluster not in clusters.known():
+    cluster = clusters.load(request.cluster or job.cluster)
+    if request.cluster is None and cluster.scheduler is None:
+        able = ", ".join(name for name in clusters.known() if clusters.load(name).scheduler)
         raise UserError(
-            f"expected --cluster with {job.name}, which is planned for {job.cluster}, and nothing "
-            f"is known of Slurm there; name one of {', '.join(clusters.known())}, or a FILE.toml"
+            f"expected --cluster with {job.name}, which is planned for {cluster.name}, where no "
+            f"scheduler is known; nothing was written: name one of {able}, or a FILE.toml"
         )
-    return clusters.load(request.cluster or job.cluster)
+    return cluster
 
 
 def _for_sbatch() -> dict[str, str]:
@@ -214,7 +216,7 @@ def _script(
     trainer: tuple[str, ...],
     environment: tuple[Variable, ...] = (),
 ) -> Script:
-    ranks = cluster.gpus or 1 if request.ranks_per_node is None else request.ranks_per_node
+    ranks = cluster.gpus_a_node or 1 if request.ranks_per_node is None else request.ranks_per_node
     job = catalog.find(request.config)
     nodes = request.nodes
     if nodes is None:
@@ -227,8 +229,8 @@ def _script(
         nodes=nodes,
         ranks=ranks,
         spares=request.spares,
-        account=request.account or cluster.account,
-        time=request.time or cluster.time_limit,
+        account=request.account or cluster.slurm.account,
+        time=request.time or cluster.slurm.time_limit,
         max_restarts=request.max_restarts,
         trainer=trainer,
         environment=environment,

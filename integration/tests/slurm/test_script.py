@@ -14,8 +14,8 @@ import expecttest
 import pytest
 
 from integration.ground.errors import UserError
-from integration.slurm import cluster
-from integration.slurm.cluster import Variable
+from integration.jobs import cluster
+from integration.jobs.cluster import Variable
 from integration.slurm.script import Script
 
 HOSTILE = [
@@ -44,7 +44,7 @@ def script(name: str = "jupiter", **changes) -> Script:
         "ranks": 4,
         "spares": 0,
         "account": "training2640",
-        "time": known.time_limit,
+        "time": known.slurm.time_limit,
         "max_restarts": 3,
         "trainer": ("-m", "torchtitan.train", "--config=mini"),
         "environment": (Variable("PYTHONPATH", "/cache/overlay:/project", "the patches first"),),
@@ -52,6 +52,12 @@ def script(name: str = "jupiter", **changes) -> Script:
         "max_p2p_channels": None,
     }
     return Script(**{**values, **changes})
+
+
+def without_gpus(**changes) -> cluster.Cluster:
+    leonardo = cluster.load("leonardo")
+    scheduler = replace(leonardo.slurm, **changes)
+    return replace(leonardo, gpus_a_node=0, hardware=None, scheduler=scheduler)
 
 
 class TestText(expecttest.TestCase):
@@ -182,7 +188,7 @@ fi
 #SBATCH --nodes=130
 #SBATCH --ntasks-per-node=1             # torchrun, which starts the ranks
 #SBATCH --cpus-per-task=32              # all of a node's
-#SBATCH --gres=gpu:4                    # A100
+#SBATCH --gres=gpu:4                    # A100 64GB
 #SBATCH --exclusive                     # ranks wait for the slowest
 #SBATCH --time=12:00:00
 #SBATCH --signal=USR1@600               # s before the time is over: save and stop
@@ -251,7 +257,7 @@ def run(tmp_path):
             f'json.dump([sys.argv[1:], dict(os.environ)], open("{argv}", "w"))\' "$@"\n'
             f"{end}\nexit {code}\n",
         )
-        local = replace(cluster.load("leonardo"), gpu="", gpus=0, modules=(), address="127.0.0.1")
+        local = without_gpus(modules=(), address="127.0.0.1")
         text = script(
             cluster=local, nodes=2, ranks=2, folder=folder, python=python, **changes
         ).text()
@@ -409,6 +415,6 @@ def test_bad_input_is_one_sentence(changes, sentence):
 
 
 def test_ranks_need_a_core_where_there_is_no_gpu():
-    bare = replace(cluster.load("leonardo"), gpu="", gpus=0)
+    bare = without_gpus()
     with pytest.raises(UserError, match=r"--ranks-per-node 33 is more than the 32 cores"):
         script(cluster=bare, ranks=33)

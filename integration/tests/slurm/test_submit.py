@@ -12,10 +12,10 @@ import pytest
 from integration.cli.main import main
 from integration.data import source as job_data
 from integration.ground.errors import UserError
+from integration.jobs.cluster import Variable, load
 from integration.patchset import overlay
 from integration.patchset.overlay import Overlay
 from integration.slurm import submit
-from integration.slurm.cluster import Variable
 from integration.slurm.submit import Request
 from integration.train import launch
 from integration.train.run import Job, Run
@@ -208,7 +208,7 @@ def test_submit_without_slurm_says_where_to_do_it(outputs, tmp_path, monkeypatch
         (
             {"config": "jupiter_1t", "cluster": "jupiter", "nodes": 10},
             "warning: jupiter_1t does not fit by its plan, which leaves TorchTitan's options out: "
-            "rank 0 needs 377.0 GiB on the host, which has 108.0 GiB; see: integration plan "
+            "rank 0 needs 398.8 GiB on the host, which has 108.0 GiB; see: integration plan "
             "jupiter_1t --cluster jupiter --ranks 40\n",
         ),
         (
@@ -232,18 +232,38 @@ def test_a_layout_of_the_users_own_is_titans_to_judge(outputs, capsys):
     assert not capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "gpus"), [("ours", 4), ("h200", 8)])
-def test_a_cluster_that_the_planner_does_not_know_is_not_planned(
-    outputs, tmp_path, capsys, name, gpus
-):
-    """Only the layout is looked at: 40 ranks would not fit JUPITER, and h200 has two GPUs."""
+SLURM = """
+[slurm]
+partition = "p"
+account = "a"
+cores = 64
+time_limit = "1:00:00"
+interface = "ib0"
+"""
+
+
+def test_a_cluster_file_without_hardware_is_not_planned(outputs, tmp_path, capsys):
+    """Only the layout is looked at: 40 ranks would not fit JUPITER."""
     file = tmp_path / "cluster.toml"
-    file.write_text(
-        f'name = "{name}"\npartition = "p"\naccount = "a"\ngpu = "H200"\ngpus = {gpus}\n'
-        'cores = 64\ntime_limit = "1:00:00"\ninterface = "ib0"\n'
-    )
-    request = replace(REQUEST, config="jupiter_1t", cluster=str(file), nodes=40 // gpus)
+    file.write_text(f'name = "jupiter"\ngpus_a_node = 4\n{SLURM}')
+    request = replace(REQUEST, config="jupiter_1t", cluster=str(file), nodes=10)
     submit.launch_job(request)
     assert not capsys.readouterr().err
     with pytest.raises(UserError, match="jupiter_1t cannot run: "):
         submit.launch_job(replace(request, nodes=1, ranks_per_node=3))
+
+
+def test_a_file_of_ones_own_is_planned_with_its_own_hardware(outputs, tmp_path, capsys):
+    known = load("jupiter").file.read_text()
+    file = tmp_path / "ours.toml"
+    file.write_text(known.replace("memory_gib = 108.0", "memory_gib = 60.0"))
+    submit.launch_job(replace(REQUEST, config="jupiter_1t", cluster=str(file), nodes=96))
+    said = capsys.readouterr().err
+    assert "GiB on the host, which has 60.0 GiB" in said
+    assert f"--cluster {file} " in said
+
+
+def test_a_cluster_without_a_scheduler_cannot_be_launched_on(outputs):
+    with pytest.raises(UserError, match=r"h200 has no table \[slurm\] in .*h200.toml: jobs can be"):
+        submit.launch_job(replace(REQUEST, cluster="h200"))
+    assert not outputs.exists()
