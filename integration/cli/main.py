@@ -18,6 +18,7 @@ from typing import Any, Union, get_args
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from integration.ground import terminal
 from integration.ground.errors import UserError, nearest
 from integration.ground.options import Verb, debugging
 
@@ -67,6 +68,7 @@ REFUSALS = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one verb; end with its exit code, and with one sentence for what the user can mend."""
+    terminal.never_fail()
     argv = list(sys.argv[1:] if argv is None else argv)
     split = argv.index("--") if "--" in argv else len(argv)
     ours, rest = argv[:split], argv[split + 1 :]
@@ -81,9 +83,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:  # as of `| head`: nobody reads on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
     except (UserError, OSError) as error:
         told = _refused(error) if isinstance(error, OSError) else error
         if told is None or debugging():

@@ -99,7 +99,7 @@ def report(json: Path | None, value: Callable[[], object], tables: Callable[[], 
         tables()
     if json is None:
         return
-    text = json_module.dumps(value(), indent=1) + "\n"
+    text = json_module.dumps(value(), indent=1, default=str) + "\n"  # a Path, say
     if json == STDOUT:
         print(text, end="")
         return

@@ -5,6 +5,7 @@ parser does. It runs on the overlay, in a process of its own, before any rank st
 """
 
 import json
+import logging
 import sys
 from operator import attrgetter
 
@@ -21,6 +22,7 @@ NUMBERS = (
 
 
 def main() -> None:
+    logging.disable(logging.WARNING)  # the ranks say it
     config = ConfigManager().parse_args()
     numbers = {name: attrgetter(name)(config) for name in NUMBERS}
     for name, value in numbers.items():

@@ -7,9 +7,11 @@ environment.
 """
 
 import os
+from pathlib import Path
 
 from integration.jobs import catalog
 from integration.jobs import handover as layout
+from integration.patchset.overlay import refuse_other_modules
 from integration.ranks.trainer import JobTrainer
 from integration.ranks.trainer_config import trainer_config
 
@@ -51,6 +53,8 @@ def leonardo_mini() -> JobTrainer.Config:
 
 
 def _launched(name: str) -> JobTrainer.Config:
+    if folder := os.environ.get(layout.OVERLAY_VARIABLE):
+        refuse_other_modules(Path(folder))
     job = catalog.find(
         name, layers=_number(layout.LAYERS_VARIABLE), experts=_number(layout.EXPERTS_VARIABLE)
     ).on(_number("WORLD_SIZE") or 1)

@@ -1,12 +1,10 @@
 """From ``integration launch`` to a job script in a run's folder, and to the queue."""
 
 import os
-import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +18,8 @@ from integration.jobs.cluster import Cluster, Variable
 from integration.patchset import overlay
 from integration.slurm import fit
 from integration.slurm.script import SCRIPT_FILE, Script
-from integration.train import launch
+from integration.train import launch, options
+from integration.train.launch import Launch
 from integration.train.run import Job, Run
 from integration.train.start import contributions, own_layout
 
@@ -100,20 +99,21 @@ def launch_job(request: Request) -> None:
     job_data.Source.at(dataset).check()
     job = Job(request.config, str(dataset), str(tokenizer), request.options, patched.names)
     run = Run(outputs_dir() / request.config / "DRY-RUN")
-    variables = [
-        Variable(*variable)
-        for variable in launch.rank_variables(patched, vocab=vocab, tokenizer=job.tokenizer)
-    ]
     if request.options:
-        _require_accepted(job, run, variables, draft.nodes * draft.ranks)
+        # A login node has no GPU with FP8, which that config asks for; its options are the same.
+        plain = replace(job, config=job.config.removesuffix("_fp8"))
+        ranks = draft.nodes * draft.ranks
+        options.accepted(Launch(run=run, job=plain, patched=patched, ranks=ranks, vocab=vocab))
     if not request.dry:
         run = Run.new(request.config)
+    variables = launch.rank_variables(patched, vocab=vocab, tokenizer=job.tokenizer)
     script = _script(
         request,
         cluster,
         run,
         trainer=tuple(launch.trainer_arguments(run, job, color=False)),
-        environment=tuple(variables),
+        # One without a value, as of an overlay that is none, is as good as one that is not set.
+        environment=tuple(Variable(*variable) for variable in variables if variable[1]),
     )
     if request.dry:
         print(script.text(), end="")
@@ -161,40 +161,6 @@ def _for_sbatch() -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith("SBATCH_") and name not in options
     }
-
-
-def _require_accepted(job: Job, run: Run, variables: Sequence[Variable], ranks: int) -> None:
-    """Let TorchTitan's own parser judge the user's options, on the overlay, in its own process.
-
-    Raises:
-        UserError: it refuses one.
-    """
-    # A login node has no GPU with FP8, which that config asks for; its options are those without.
-    plain = replace(job, config=job.config.removesuffix("_fp8"))
-    arguments = launch.trainer_arguments(run, plain, color=False)[2:]
-    done = subprocess.run(
-        [sys.executable, "-m", "integration.ranks.accept", *arguments],
-        env=os.environ | {v.name: v.value for v in variables} | {"WORLD_SIZE": str(ranks)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        encoding="utf-8",
-        errors="replace",
-    )
-    if done.returncode:
-        raise UserError(
-            f"TorchTitan refuses the options after `--`: {_complaint(done.stderr)}; nothing was "
-            "written"
-        )
-
-
-def _complaint(output: str) -> str:
-    """Return what a parser made by tyro complains of, which it draws in a box, or the last line."""
-    box = re.search(r"^╭.*?╮\n(?P<said>.*?)^(?:│ ─+ │|╰)(?P<more>.*)", output, re.M | re.S)
-    if box is None:
-        return (output.strip().splitlines() or ["it ended without a word"])[-1]
-    said = " ".join(box["said"].replace("│", " ").split())
-    meant = re.search(r"^│ +(--[\w.-]+)", box["more"], re.M)
-    return f"{said}; did you mean {meant[1]}?" if meant and "Unrecognized" in said else said
 
 
 def _check_fit(request: Request, cluster: Cluster, ranks: int, names: list[str] | None) -> None:

@@ -1,11 +1,12 @@
 """From what the user asked to a finished run: overlay, data, folder, launch, table."""
 
 import sys
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from integration.data import source as job_data
-from integration.ground import machine
+from integration.ground import machine, owner
 from integration.ground.errors import UserError
 from integration.ground.options import (
     Config,
@@ -16,10 +17,13 @@ from integration.ground.options import (
     at_least,
     debugging,
 )
-from integration.jobs import catalog
+from integration.ground.paths import outputs_dir
+from integration.ground.terminal import say
+from integration.jobs import catalog, checkpoints
 from integration.jobs.spec import JobSpec
 from integration.patchset import overlay, repository
-from integration.train import launch, summary
+from integration.train import launch, options, summary
+from integration.train.launch import Launch
 from integration.train.run import Job, Run
 
 
@@ -58,8 +62,43 @@ def train(request: Request) -> None:
         UserError: what the user can mend, or how the run ended before its last step.
     """
     asked = catalog.find(request.config, layers=request.layers, experts=request.experts)
-    port = machine.free_port(None)
-    resumed = Run.latest(request.config) if request.resume else None
+    with ExitStack() as held:
+        run = Run.latest(request.config) if request.resume else None
+        owned = held.enter_context(closing(owner.take(run.folder))) if run else None
+        # What the user can mend is found before a folder is made or changed.
+        prepared = _prepare(request, asked, run)
+        if run is None or owned is None:
+            run = Run.new(request.config)
+            owned = held.enter_context(closing(owner.take(run.folder)))
+        for sentence in checkpoints.set_damaged_aside(run.checkpoints_folder):
+            say(f"warning: {sentence}", error=True)
+        checkpoints.remove_cut_off(run.checkpoints_folder)
+        run.write(prepared.job)
+        run.forget_end()
+        done = run.checkpoints()
+
+        ranks = prepared.ranks
+        say(f"run: {run.folder} ({ranks} rank(s))")
+        ended = launch.launch(
+            replace(prepared, run=run),
+            show=launch.Show.EVERYTHING if debugging() else launch.Show.TITAN,
+            shown_rank=asked.on(ranks).loss_rank,
+            owned=owned,
+        )
+        failure = launch.explain(run, ended)
+        if failure is None or run.end() is not None:
+            first = (done[-1] if done else 0) + 1
+            names = prepared.job.contributions
+            summary.show(run, first_step=first, ranks=ranks, contributions=names)
+    if failure is not None:
+        raise failure
+
+
+def _prepare(request: Request, asked: JobSpec, resumed: Run | None) -> Launch:
+    """Return the start that was asked for, checked as far as it can be without ranks.
+
+    Its run is the one that goes on, or stands for the one to be made.
+    """
     before = resumed.job() if resumed else None
     names = contributions(request.without)
     if before and not request.without:
@@ -74,11 +113,9 @@ def train(request: Request) -> None:
         )
     patched = overlay.build(names)
     ranks = choose_ranks(asked, request.ranks, gpus)
-    if not own_layout(request.options):
-        asked.on(ranks).check()
-
     job = _continued(request, before) if before else _fresh(request)
-    # Looked at before a folder is made: a mistake leaves no empty run behind.
+    if not own_layout(job.options):
+        asked.on(ranks).check()
     vocab = job_data.tokenizer_size(Path(job.tokenizer))
     if vocab > asked.shape.vocab and not asked.tokenizer_vocab:
         raise UserError(
@@ -86,39 +123,20 @@ def train(request: Request) -> None:
             f"{asked.shape.vocab}; name a smaller one with --tokenizer"
         )
     job_data.Source.at(Path(job.data)).check()
-    run = resumed or Run.new(request.config)
-    run.write(replace(job, contributions=tuple(patched.names)))
-    run.remove_incomplete()
-    run.forget_end()
-    done = run.checkpoints()
-
-    print(f"run: {run.folder} ({ranks} rank(s), {'GPU' if gpus else 'CPU'})", flush=True)
-    line = launch.command(run, job, ranks=ranks, port=port, color=sys.stdout.isatty())
-    env = launch.environment(
-        patched,
+    prepared = Launch(
+        run=resumed or Run(outputs_dir() / request.config / "RUN"),
+        job=replace(job, contributions=tuple(patched.names)),
+        patched=patched,
         ranks=ranks,
         vocab=vocab,
-        tokenizer=job.tokenizer,
-        layers=job.layers,
-        experts=job.experts,
+        color=sys.stdout.isatty(),
     )
-    ended = launch.launch(
-        run,
-        line,
-        env,
-        show=launch.Show.EVERYTHING if debugging() else launch.Show.TITAN,
-        shown_rank=asked.on(ranks).loss_rank,
-    )
-    failure = launch.explain(run, ended)
-    if failure is None or run.end() is not None:
-        summary.show(
-            run,
-            first_step=(done[-1] if done else 0) + 1,
-            ranks=ranks,
-            contributions=patched.names,
-        )
-    if failure is not None:
-        raise failure
+    if request.options:
+        steps = options.accepted(prepared)["training.steps"]
+        whole = checkpoints.newest_whole(resumed.checkpoints_folder) if resumed else None
+        if resumed and whole is not None:
+            options.refuse_shorter(steps, whole, resumed.checkpoint(whole))
+    return prepared
 
 
 # Without it TorchTitan asks for a driver that is not there.
@@ -147,6 +165,12 @@ def choose_ranks(job: JobSpec, asked: int | None, gpus: int) -> int:
         raise UserError(
             f"{which} needs as many GPUs, one a rank, and torch sees {gpus}; "
             f"see what it needs with: integration plan {job.name}"
+        )
+    if not gpus and ranks > (cores := machine.cores()):
+        say(
+            f"warning: {ranks} ranks share {cores} cores: the start and each step take at least "
+            f"{ranks / cores:.3g} times as long as with a core for each rank, as --ranks {cores}",
+            error=True,
         )
     return ranks
 
@@ -191,8 +215,6 @@ def _fresh(request: Request) -> Job:
 
 
 def _continued(request: Request, before: Job) -> Job:
-    data = str(request.data.absolute()) if request.data else before.data
-    tokenizer = str(request.tokenizer.absolute()) if request.tokenizer else before.tokenizer
     for name in ("layers", "experts"):
         now, then = getattr(request, name), getattr(before, name)
         if now is not None and now != then:
@@ -200,5 +222,17 @@ def _continued(request: Request, before: Job) -> Job:
                 f"--resume goes on with a run of {then or 'the default number of'} {name}, and "
                 f"--{name} {now} makes another model; leave it out, or start anew without --resume"
             )
-    options = before.options + request.options
-    return replace(before, data=data, tokenizer=tokenizer, options=options)
+    folders = (
+        (request.tokenizer or Path(before.tokenizer)).absolute(),
+        (request.data or Path(before.data)).absolute(),
+    )
+    if any(not f.exists() and f.parent.name.startswith("pins-") for f in folders):
+        # The default data, of these pins or others; that of these can always be built again.
+        default = {f.parts[-2:]: f for f in job_data.default_folders()}
+        folders = tuple(default.get(f.parts[-2:], f) for f in folders)
+    return replace(
+        before,
+        tokenizer=str(folders[0]),
+        data=str(folders[1]),
+        options=options.merged(before.options, request.options),
+    )

@@ -16,8 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from integration.ground.machine import free_port
-
 DAEMONS = ("munged", "slurmctld", "slurmd")
 CLIENTS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
 # Daemons are in folders that only root has on its PATH.
@@ -67,6 +65,12 @@ interface = "lo"
 address = "127.0.0.1"
 save_seconds = 120
 """
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @dataclass
@@ -187,7 +191,7 @@ def _configure(folder: Path) -> None:
     key.chmod(0o400)
     ports: list[int] = []
     while len(ports) < 3:
-        port = free_port(None)
+        port = _free_port()
         if port not in ports:
             ports.append(port)
     conf = CONF.format(

@@ -12,12 +12,13 @@ import pytest
 from integration.cli.main import main
 from integration.data import source as job_data
 from integration.ground.errors import UserError
-from integration.jobs.cluster import Variable, load
+from integration.jobs.cluster import load
 from integration.patchset import overlay
 from integration.patchset.overlay import Overlay
 from integration.slurm import submit
 from integration.slurm.submit import Request
-from integration.train import launch
+from integration.train.launch import Launch
+from integration.train.options import accepted
 from integration.train.run import Job, Run
 
 REQUEST = Request(
@@ -41,7 +42,7 @@ def outputs(tmp_path, monkeypatch):
     data.folders.return_value = (tmp_path / "tokenizer", tmp_path / "data")
     data.tokenizer_size.return_value = 4096
     monkeypatch.setattr(submit, "job_data", data)
-    monkeypatch.setattr(submit, "_require_accepted", lambda *arguments: None)
+    monkeypatch.setattr(submit.options, "accepted", lambda asked: None)
     return folder
 
 
@@ -174,16 +175,11 @@ def test_the_cluster_is_the_configs_own(outputs, capsys, name):
     ],
 )
 def test_titans_own_parser_judges_its_options_before_a_script(tmp_path, options, sentence):
-    folders = job_data.folders(None, None)
-    job = Job("leonardo_1t_fp8", str(folders[1]), str(folders[0]), options, ())
-    variables = [
-        Variable(*variable)
-        for variable in launch.rank_variables(
-            overlay.build(None), vocab=4096, tokenizer=job.tokenizer
-        )
-    ]
+    tokenizer, data = job_data.folders(None, None)
+    job = Job("leonardo_1t", str(data), str(tokenizer), options, ())
+    asked = Launch(run=Run(tmp_path), job=job, patched=overlay.build(None), ranks=512, vocab=4096)
     with pytest.raises(UserError, match=sentence) as refused:
-        submit._require_accepted(job, Run(tmp_path), variables, ranks=512)
+        accepted(asked)
     assert "\n" not in str(refused.value)
 
 
