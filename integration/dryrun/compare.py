@@ -53,6 +53,14 @@ def parameters(job: JobSpec, rank: int, found: dict[str, Any]) -> dict[str, Pair
     }
 
 
+def host(job: JobSpec, rank: int, found: dict[str, Any]) -> list[Pair]:
+    """Return bytes on the rank's host by item; its process, which a dry run has not, left out."""
+    planned = memory.of_rank(job, load(job.cluster), _levers(found), rank).host
+    names = dict.fromkeys([*found["host"], *planned])
+    del names["process"]
+    return [Pair(name, planned.get(name, 0.0), found["host"].get(name, 0.0)) for name in names]
+
+
 def traffic_by_cause(job: JobSpec, rank: int, found: dict[str, Any]) -> list[Pair]:
     """Return bytes that the rank receives in a step, by cause.
 

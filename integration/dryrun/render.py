@@ -28,10 +28,11 @@ def show(job: JobSpec, request: Request, found: dict[str, Any], out: Console) ->
         soft_wrap=True,
     )
     out.print(_placements(job, rank, found))
+    out.print(_state("on the host, as checked at launch", compare.host(job, rank, found)))
     if "collectives" in found:
         out.print(_collectives(found))
         out.print(_causes(compare.traffic_by_cause(job, rank, found)))
-        out.print(_state(compare.state(job, rank, found)))
+        out.print(_state("kept between steps", compare.state(job, rank, found)))
         out.print(_peaks(job, request, found))
     for check in found["checks"]:
         if check["why_not"]:
@@ -92,8 +93,8 @@ def _causes(pairs: list[Pair]) -> Table:
     return table
 
 
-def _state(pairs: list[Pair]) -> Table:
-    table = _table("kept between steps", "dry run GiB", "plan GiB", "differs")
+def _state(title: str, pairs: list[Pair]) -> Table:
+    table = _table(title, "dry run GiB", "plan GiB", "differs")
     for pair in pairs:
         _row(table, pair.name, pair, GIB)
     return table

@@ -126,18 +126,19 @@ def find(
 ) -> tuple[Contribution, ...]:
     """Return exactly the contributions called ``names`` (all for None), in series order.
 
-    ``upstream/name`` is accepted for ``name``.
+    ``upstream/name`` is accepted for ``name``, and one of ``names`` may hold several, with commas
+    between.
     """
     if names is None:
         return tuple(contributions)
     known = {contribution.name: contribution for contribution in contributions}
     wanted = set()
-    for asked in names:
+    for asked in (part.strip() for name in names for part in name.split(",")):
         upstream, _, name = asked.rpartition("/")
         if name not in known or upstream not in ("", known[name].upstream):
             full = [f"{c.upstream}/{c.name}" for c in contributions] if upstream else list(known)
             raise UserError(
-                f"unknown contribution {asked}{nearest(asked, full)} "
+                f"unknown contribution {asked or repr(asked)}{nearest(asked, full)} "
                 f"(`integration patches list` shows all)"
             )
         wanted.add(name)

@@ -8,6 +8,15 @@ from pathlib import Path
 from integration.data import source as job_data
 from integration.ground import machine, owner
 from integration.ground.errors import UserError
+from integration.ground.options import (
+    Config,
+    Experts,
+    Layers,
+    Rest,
+    Without,
+    at_least,
+    debugging,
+)
 from integration.ground.paths import outputs_dir
 from integration.ground.terminal import say
 from integration.jobs import catalog, checkpoints
@@ -20,18 +29,30 @@ from integration.train.run import Job, Run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One call of ``integration train``."""
+    """Train CONFIG under torchrun, on the full set of patches.
 
-    config: str
-    layers: int | None
-    experts: int | None
-    resume: bool
-    data: Path | None
-    tokenizer: Path | None
-    ranks: int | None
-    without: tuple[str, ...]
-    options: tuple[str, ...]
-    debug: bool
+    What follows `--` goes to TorchTitan.
+    """
+
+    config: Config = "mini"
+    resume: bool = False
+    """Go on with the newest run of CONFIG that has a checkpoint."""
+    data: Path | None = None
+    """A folder of .jsonl, .txt or .parquet files, or a data set that was saved to disk."""
+    tokenizer: Path | None = None
+    """A folder with tokenizer.json and tokenizer_config.json."""
+    ranks: int | None = None
+    """The number of processes; one a GPU if none is given, or 2 on a CPU."""
+    layers: Layers = None
+    experts: Experts = None
+    without: Without = ()
+    options: Rest = ()
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "ranks", "layers", "experts")
+
+    def run(self) -> None:
+        train(self)
 
 
 def train(request: Request) -> None:
@@ -60,7 +81,7 @@ def train(request: Request) -> None:
         say(f"run: {run.folder} ({ranks} rank(s))")
         ended = launch.launch(
             replace(prepared, run=run),
-            show=launch.Show.EVERYTHING if request.debug else launch.Show.TITAN,
+            show=launch.Show.EVERYTHING if debugging() else launch.Show.TITAN,
             shown_rank=asked.on(ranks).loss_rank,
             owned=owned,
         )

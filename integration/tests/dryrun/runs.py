@@ -35,7 +35,7 @@ class Ended:
     def disagreements(self) -> list[str]:
         """Return what the plan counts otherwise, by more than AGREES."""
         beside = self.found["beside_the_plan"]
-        names = [name for name in ("parameters", "received", "kept") if name in beside]
+        names = [name for name in ("parameters", "host", "received", "kept") if name in beside]
         return [
             f"{pair['name']}: {pair['plan']:,.0f} planned, {pair['found']:,.0f} found"
             for pair in (pair for name in names for pair in beside[name])

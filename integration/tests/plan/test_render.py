@@ -38,11 +38,14 @@ MoE buffers                   │  37.00 │          37.00 │
 GPU, at recomputation         │  78.08 │          78.08 │  95.0
 ──────────────────────────────┼────────┼────────────────┼──────
 process                       │   4.00 │           4.00 │
+data loader                   │   0.25 │           0.25 │
 parameters, pinned            │  14.04 │          14.04 │
 gradients, pinned             │  14.04 │          14.04 │
-optimizer state               │   9.27 │           9.27 │
+optimizer state               │   0.06 │           0.06 │
+Muon's momentum, pinned       │   9.50 │           9.50 │
+Muon's staging, pinned        │   1.50 │           1.50 │
 boundary activations, pinned  │  54.75 │          54.75 │
-host                          │  96.11 │          96.11 │ 108.0
+host                          │  98.15 │          98.15 │ 108.0
 """,
         )
 
@@ -79,8 +82,8 @@ embedding_skip_backward_gather │         │          │      +0.78 │
 activation_offload             │  +53.25 │   -54.75 │            │          -0.01
 moe_combine_memory             │  +24.00 │          │            │
 cpu_grad_norm                  │         │          │            │          +0.97
-flex_shard_muon                │   -4.35 │    +9.20 │      -0.21 │          +0.02
-muon_gpu_newton_schulz         │   -4.35 │          │            │         +46.07
+flex_shard_muon                │   -4.35 │    +7.41 │      -0.21 │          +0.02
+muon_gpu_newton_schulz         │   -4.35 │    -1.80 │            │         +46.07
 flex_shard_newton_schulz       │         │          │            │          +0.03
 """,
         )

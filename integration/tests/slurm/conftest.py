@@ -54,10 +54,11 @@ PartitionName=gate Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 # As job scripts see it: gate1 and gate2 are no host names.
 CLUSTER = """\
 name = "gate"
+gpus_a_node = 0
+
+[slurm]
 partition = "gate"
 account = "nobody"
-gpu = ""
-gpus = 0
 cores = 1
 time_limit = "1:00:00"
 interface = "lo"

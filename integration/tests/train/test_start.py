@@ -60,7 +60,6 @@ def _request(
         ranks=None,
         without=without,
         options=(),
-        debug=False,
     )
 
 
