@@ -70,12 +70,12 @@ def test_a_mistake_is_one_sentence(arguments, words):
 
 
 def test_what_requires_a_contribution_is_left_out_with_it():
-    answer = _plan("jupiter_1t", "--without", "unshard_async_op")
-    both = "unshard_async_h2d, fsdp_unshard_async_op"
-    assert answer.stderr == f"left out too, as they require unshard_async_op: {both}\n"
-    alone = _plan("jupiter_1t", "--without", "fsdp_unshard_async_op")
-    assert alone.stdout == answer.stdout
-    assert not alone.stderr
+    answer = _plan("jupiter_1t", "--without", "flex_shard_muon")
+    also = "flex_shard_split_fused"
+    assert answer.stderr == f"left out too, as they require flex_shard_muon: {also}\n"
+    both = _plan("jupiter_1t", "--without", "flex_shard_muon", "--without", also)
+    assert both.stdout == answer.stdout
+    assert not both.stderr
 
 
 def test_the_cluster_that_is_named_to_a_job_in_fp8_has_it():

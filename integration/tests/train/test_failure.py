@@ -85,7 +85,7 @@ def test_the_option_parsers_box_becomes_a_sentence(tmp_path, rank):
         "╭─ Parsing error ───╮\n│ Unrecognized options: --nope │\n╰───────────────────╯\n"
     )
     sentence = diagnose(tmp_path, REPORT.format(code=2)).sentence
-    assert sentence == "Parsing error Unrecognized options: --nope"
+    assert sentence == "Unrecognized options: --nope"
 
 
 def test_a_torchrun_that_never_started_ranks_still_says_something(tmp_path):
