@@ -15,8 +15,6 @@ ROOT_CAUSE = re.compile(
 )
 # What c10d puts before each line of a rank's standard error.
 RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
-# A complaint of tyro, the option parser, and behind the first rule what it thinks was meant.
-BOX = re.compile(r"^╭.*?╮\n(?P<said>.*?)^(?:│ ─+ │|╰)(?P<more>.*)", re.MULTILINE | re.DOTALL)
 TRACEBACK = "Traceback (most recent call last):"
 # Neither says why a run failed: a warning with its line of code, and a line of torch's C++ log.
 NOISE = re.compile(r"\S+:\d+: \w*Warning: |\s*warnings\.warn\(|\[?(rank\d+\]:)?\[[WI]\d{4} ")
@@ -82,10 +80,7 @@ def words(text: str) -> str | None:
     """Return the sentence that says why a process failed, out of its standard error."""
     if found := _exception(text):
         return _shorten(found)
-    if box := BOX.search(text):
-        said = " ".join(box["said"].replace("│", " ").split())
-        meant = re.search(r"^│ +(--[\w.-]+)", box["more"], re.MULTILINE)
-        return f"{said}; did you mean {meant[1]}?" if meant and "Unrecognized" in said else said
+    # Not an exception: a complaint of the option parser, say, drawn in a box.
     lines = [line.strip(" │╭╮╰╯─") for line in _plain(text) if not NOISE.match(line)]
     return _shorten(" ".join(line for line in lines if line)) or None
 
