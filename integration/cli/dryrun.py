@@ -24,7 +24,11 @@ def dryrun(
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Also write all of it to this file.")] = None,
 ) -> None:
-    """Build CONFIG as one rank of many and run a step on fake tensors; no GPU is needed."""
+    """Build CONFIG as one rank of many and run a step on fake tensors; no GPU is needed.
+
+    The exit code is 1 where a check is broken or the step fails, 2 for a mistake in the call, and 3
+    where the plan differs from what was counted by more than 5 per cent.
+    """
     from integration.dryrun import render, start
     from integration.dryrun.request import Request
     from integration.dryrun.result import complaint, require_writable, write

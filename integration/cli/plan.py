@@ -33,7 +33,10 @@ def plan(
         Path | None, typer.Option(help="Also write a page with bars to this file.")
     ] = None,
 ) -> None:
-    """Show memory, traffic and time of CONFIG, by item; no GPU is needed."""
+    """Show memory, traffic and time of CONFIG, by item; no GPU is needed.
+
+    The exit code is 3 where the job does not fit the cluster, and 2 for a mistake in the call.
+    """
     from dataclasses import replace
 
     from integration.ground import terminal
@@ -69,3 +72,5 @@ def plan(
     if html is not None:
         pages.write(made, changed, html)
         print(f"page: {html}")
+    if made.exit_code:
+        raise typer.Exit(made.exit_code)
