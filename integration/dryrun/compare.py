@@ -20,6 +20,10 @@ MOMENTS = {"loss": ("loss",), "backward": ("recomputation", "reduction")}
 BESIDE = (*KEPT, BOUNDARIES, memory.MUON_BUFFERS, "NCCL", "CUDA context")
 
 
+# Plan and dry run agree within this share of what the dry run found.
+AGREES = 0.05
+
+
 @dataclass(frozen=True, slots=True)
 class Pair:
     """One number of both; ``plan`` is None where the planner does not count it."""
@@ -35,9 +39,29 @@ class Pair:
             return None if not self.plan else float("inf")
         return self.plan / self.found - 1
 
+    @property
+    def agrees(self) -> bool:
+        return self.plan is None or abs(self.plan - self.found) <= AGREES * self.found
+
 
 def _levers(found: dict[str, Any]) -> Levers:
     return Levers.of(found["contributions"])
+
+
+def disagreements(job: JobSpec, rank: int, found: dict[str, Any]) -> list[str]:
+    """Return in words where the plan is further from the dry run than AGREES.
+
+    Elements of parameters, bytes on the host, bytes that are received, and bytes that stay between
+    steps; not the peaks, of which the plan has an upper bound.
+    """
+    pairs = [*parameters(job, rank, found).values(), *host(job, rank, found)]
+    if "collectives" in found:
+        pairs += [*traffic_by_cause(job, rank, found), *state(job, rank, found)]
+    return [
+        f"{pair.name}: {pair.plan:,.0f} planned, {pair.found:,.0f} found"
+        for pair in pairs
+        if not pair.agrees
+    ]
 
 
 def parameters(job: JobSpec, rank: int, found: dict[str, Any]) -> dict[str, Pair]:

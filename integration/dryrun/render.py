@@ -12,6 +12,8 @@ from integration.dryrun.compare import Pair
 from integration.dryrun.request import Request
 from integration.ground.units import GIB
 from integration.jobs.spec import JobSpec
+from integration.plan import memory
+from integration.plan.levers import Levers
 from integration.plan.render import GIGA
 
 MIB = 2**20
@@ -34,6 +36,7 @@ def show(job: JobSpec, request: Request, found: dict[str, Any], out: Console) ->
         out.print(_causes(compare.traffic_by_cause(job, rank, found)))
         out.print(_state("kept between steps", compare.state(job, rank, found)))
         out.print(_peaks(job, request, found))
+        out.print(_waiting(job, found), soft_wrap=True)
     for check in found["checks"]:
         if check["why_not"]:
             mark, why = "[yellow]not asked[/]", f": {check['why_not']}"
@@ -101,8 +104,7 @@ def _state(title: str, pairs: list[Pair]) -> Table:
 
 
 def _peaks(job: JobSpec, request: Request, found: dict[str, Any]) -> Table:
-    """Memory of what comes and goes in a step. Boundary activations stand last and by themselves:
-    fake tensors are not offloaded, so all of them are here."""
+    """Memory of what comes and goes in a step. Boundary activations stand by themselves."""
     peaks = found["peaks"]
     table = _table("most at once (GiB)", *peaks)
     items = dict.fromkeys(item for peak in peaks.values() for item in peak)
@@ -115,9 +117,21 @@ def _peaks(job: JobSpec, request: Request, found: dict[str, Any]) -> Table:
     table.add_row("[bold]all of these[/]", *(f"[bold]{pair.found / GIB:.2f}[/]" for pair in pairs))
     plans = ("" if pair.plan is None else f"{pair.plan / GIB:.2f}" for pair in pairs)
     table.add_row("plan", *plans)
+    table.add_section()
     waiting = (peak.get(compare.BOUNDARIES, 0) / GIB for peak in peaks.values())
     table.add_row(compare.BOUNDARIES, *(f"{size:.2f}" for size in waiting))
     return table
+
+
+def _waiting(job: JobSpec, found: dict[str, Any]) -> str:
+    """Say what the row of boundary activations is, and why no sum has it."""
+    where = "they are on the GPU in a real step as well"
+    if memory.offloads(job, Levers.of(found["contributions"])):
+        where = "in a real step activation_offload keeps all but three of them on the host"
+    return (
+        f"{compare.BOUNDARIES} are what layers keep for backward; no sum has them, as fake tensors "
+        f"are not offloaded: {where}"
+    )
 
 
 def _row(table: Table, name: str, pair: Pair, unit: float) -> None:

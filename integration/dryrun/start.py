@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from integration.dryrun import compare
 from integration.dryrun.request import Request
 from integration.ground import processes
 from integration.ground.errors import UserError
@@ -23,7 +24,7 @@ def run(request: Request, *, debug: bool) -> dict[str, Any]:
     Raises:
         UserError: a mistake in the request, or a process that did not come to the placements.
     """
-    request.job()
+    job = request.job()
     patched = _overlay(request.without)
     with tempfile.TemporaryDirectory(prefix="dryrun-") as folder:
         asked, result, log = (Path(folder) / name for name in ("request", "result", "log"))
@@ -49,6 +50,7 @@ def run(request: Request, *, debug: bool) -> dict[str, Any]:
         if ended.returncode:
             found["refused"] = f"the fake step ended with code {ended.returncode}: {complaint}"
         found["contributions"] = list(patched.names)
+        found["disagreements"] = compare.disagreements(job, request.rank, found)
         return found
 
 

@@ -208,7 +208,7 @@ def _moments(job: JobSpec, levers: Levers, rank: int) -> dict[str, dict[str, flo
     layers are there, the second one's offloaded shards in fp32 as well, and the layer behind is
     still being reduced. Of two layers, the one that is computed has another either ahead or behind.
     reduction: the layer's bf16 gradients are complete and copied to fp32 to be reduced.
-    loss: the head and one chunk of logits, the gradient of the head, the last layer prefetched.
+    loss: the head and one chunk of logits, and the gradient of the head.
     optimizer: the largest batch of matrices in Newton-Schulz.
     """
     place = Place.of(job, rank)
@@ -232,7 +232,7 @@ def _moments(job: JobSpec, levers: Levers, rank: int) -> dict[str, dict[str, flo
         head = head_gathered(job)
         chunk = activations.tokens(job) * job.layout.tp // job.loss_chunks
         hidden = activations.tokens(job) * job.shape.hidden
-        held_weights = weights if job.layout.pp > 1 else BF16 * (head + layer)
+        held_weights = weights if job.layout.pp > 1 else BF16 * head
         moments["loss"] = {
             "gathered weights and prefetch": held_weights,
             "gradients being reduced": accumulated + (BF16 + FP32) * head,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from integration.jobs.cluster import Cluster
 from integration.jobs.spec import JobSpec
 from integration.plan.levers import Levers, uses_muon
-from integration.plan.params import Place, gathered_numel, held, kinds
+from integration.plan.params import Place, held, kinds
 
 GIGA = 1e9
 # Newton-Schulz' own memory: measured, 713 MB for nine matrices of 1792 x 6144.
@@ -71,8 +71,8 @@ def exchange_bytes(job: JobSpec) -> float:
     dense = [kind for kind in kinds(job) if kind.muon and kind.role == "layer"]
     if ranks == 1 or not dense:
         return 0.0
-    layer = sum(gathered_numel(job, kind) for kind in dense)
-    largest = max(gathered_numel(job, kind) for kind in dense)
+    sizes = [kind.numel // (job.layout.tp if kind.tp else 1) for kind in dense]
+    layer, largest = sum(sizes), max(sizes)
     computed = layer if ranks <= job.shape.layers else largest
     return 2 * 4.0 * (layer / ranks + computed) + 3 * 4.0 * largest / ranks
 
