@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from integration.ground.units import GIB
 from integration.plan.activations import FP32
 
-# Bound of the activation pool, per pipeline stage; what is beyond it stays on the GPU.
+# Bound of the activation pool of a process; what is beyond it stays on the GPU.
 POOL_GIB = 64.0
 # Bound of what a data loader holds beside the process: its open files, the piece of a document that
 # is being tokenised, the tokens of a batch and of what is packed behind it. It does not grow with
@@ -176,12 +176,12 @@ def offloaded(
     Args:
         layers: of each part of the model on this rank.
         microbatches: whose backward is to come, as ``in_flight`` says.
-        most_gib: the bound of a part's pool; None: none.
+        most_gib: the bound of a process's pool; None: none.
         fraction: of the layers, as the policy says.
     """
     most = None if most_gib is None or not size else int(most_gib * GIB) // whole_pages(size)
-    counts = (microbatches * round(fraction * max(0, count - 1)) for count in layers)
-    return sum(count if most is None else min(count, most) for count in counts)
+    every = sum(microbatches * round(fraction * max(0, count - 1)) for count in layers)
+    return every if most is None else min(every, most)
 
 
 def largest_batch(shards: Iterable[Shard]) -> int:

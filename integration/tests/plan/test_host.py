@@ -130,14 +130,14 @@ def test_packed_momentum_is_in_blocks_that_each_hold_what_fits(sizes):
     st.integers(1, 2 * GIB),
     st.one_of(st.none(), st.floats(0.1, 64)),
 )
-def test_a_pool_of_a_part_has_all_but_its_last_layer_up_to_its_bound(layers, flight, size, most):
+def test_a_pool_has_all_but_the_last_layer_of_each_part_up_to_its_bound(layers, flight, size, most):
     found = host.offloaded(layers, flight, size, most_gib=most)
     every = sum(flight * (count - 1) for count in layers if count)
     assert found <= every
     if most is None:
         assert found == every
     else:
-        assert found * host.whole_pages(size) <= len(layers) * most * GIB
+        assert found * host.whole_pages(size) <= most * GIB
     assert host.offloaded(layers, flight, size, most_gib=most, fraction=0) == 0
 
 
