@@ -119,6 +119,7 @@ class Launch:
             # Not those of a run that started this one.
             LAYERS_VARIABLE: "",
             EXPERTS_VARIABLE: "",
+            OVERLAY_VARIABLE: "",
             processes.PARENT_VARIABLE: str(os.getpid()),
             **{name: value for name, value, _ in ours},
         }
@@ -163,10 +164,10 @@ def rank_variables(
         ("PYTHONPATH", patched.pythonpath(behind), "the overlay of the patches first"),
         ("PYTHONUNBUFFERED", "1", "a log holds all that a rank said before it died"),
         ("PYTHONUTF8", "1", "a log holds every character, whatever the locale"),
-        (OVERLAY_VARIABLE, str(patched.path or ""), "where ranks must have their packages from"),
         ("HF_HUB_OFFLINE", "1", "a tokenizer is a folder: no rank goes to the network"),
         ("HF_DATASETS_OFFLINE", "1", "data is a folder too"),
         ("HF_DATASETS_CACHE", str(cache_dir() / "hf"), "what --data is converted to, once"),
+        *([(OVERLAY_VARIABLE, str(patched.path), "checked by each rank")] if patched.path else []),
         (VOCAB_VARIABLE, str(vocab), "the model's vocabulary is the tokenizer's"),
         (TOKENIZER_VARIABLE, tokenizer, "the tokenizer's folder"),
         *([(LAYERS_VARIABLE, str(layers), "of the cut model")] if layers else []),
