@@ -6,6 +6,7 @@ from pathlib import Path
 from integration.evidence import effect
 from integration.ground import files, paths
 from integration.ground.errors import UserError
+from integration.patchset import pins
 from integration.patchset.finding import Finding
 from integration.patchset.patch import Contribution
 
@@ -25,10 +26,18 @@ def table(contributions: Sequence[Contribution]) -> str:
     return _table(
         ("contribution", "what it gives", "measured"),
         (
-            (f"[{c.name}](patches/{c.upstream}/{c.name}.patch)", c.subject, effect.markdown(c))
+            (f"[{c.name}](patches/{c.upstream}/{c.name}.patch)", _gives(c), effect.markdown(c))
             for c in contributions
         ),
     )
+
+
+def _gives(contribution: Contribution) -> str:
+    """Return the subject, and where upstream's main has the change that the pin lacks."""
+    if not contribution.on_main:
+        return contribution.subject
+    url = pins.load()[contribution.upstream].url(contribution.on_main)
+    return f"{contribution.subject} ([on upstream's main]({url}), not in the pin)"
 
 
 def details(contributions: Sequence[Contribution]) -> str:

@@ -22,8 +22,8 @@ _VERSION = r"\d+(\.\d+)+\S*"
 _TRAILERS: dict[str, tuple[str, str, str]] = {
     "Status": (
         "once",
-        rf"pending|submitted {_URL}|merged {_VERSION}|denied {_URL}|local \S.*",
-        "pending, submitted URL, merged VERSION, denied URL or local REASON",
+        rf"pending|submitted {_URL}|upstream \S+|merged {_VERSION}|denied {_URL}|local \S.*",
+        "pending, submitted URL, upstream PR-OR-COMMIT, merged VERSION, denied URL or local REASON",
     ),
     "Issue": ("once", rf"{_URL}|none \S.*", "the URL of the upstream issue, or none REASON"),
     "Requires": ("once", r"([a-z][a-z0-9_]*(, *[a-z][a-z0-9_]*)*)?", "names, or nothing"),
@@ -46,6 +46,7 @@ def lint(
     for contribution in contributions:
         findings += _message(contribution)
         findings += _trailers(contribution)
+        findings += _on_main(contribution, pins[contribution.upstream])
         findings += _requires(contribution, contributions, order, names)
         findings += _tests(contribution)
         findings += evidence(contribution)
@@ -101,6 +102,21 @@ def _value(trailer: Trailer, report: Callable[..., Finding]) -> Iterator[Finding
     if not re.fullmatch(pattern, trailer.value):
         found = f"`{trailer.key}: {trailer.value}`"
         yield report(trailer.line, f"{trailer.key}: {words}", found, "malformed field")
+
+
+def _on_main(contribution: Contribution, pin: Pin) -> Iterator[Finding]:
+    """Check that ``Status: upstream`` names a change of the patch's own upstream, and one only."""
+    page = re.escape(pin.repository)
+    known = rf"({page}/commit/)?[0-9a-f]{{40}}|{page}/pull/[1-9]\d*"
+    change = contribution.on_main
+    if len(change.split()) == 1 and not re.fullmatch(known, change):
+        yield _reporter(contribution)(
+            _line_of(contribution, "Status"),
+            f"Status: upstream {pin.repository}/pull/NUMBER, {pin.repository}/commit/SHA or SHA, "
+            f"with all 40 digits of the commit",
+            f"`{change}`",
+            "malformed field",
+        )
 
 
 def _line_of(contribution: Contribution, key: str, text: str = "") -> int | None:

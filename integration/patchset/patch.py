@@ -74,6 +74,12 @@ class Contribution:
         return next(iter(" ".join(self.values("Status")).split()), "?")
 
     @property
+    def on_main(self) -> str:
+        """Return the pull request or commit of ``Status: upstream``, empty for another status."""
+        word, _, change = " ".join(self.values("Status")).partition(" ")
+        return change.strip() if word == "upstream" else ""
+
+    @property
     def requires(self) -> tuple[str, ...]:
         """Names that ``Requires:`` declares; not closed."""
         names = (name.strip() for value in self.values("Requires") for name in value.split(","))

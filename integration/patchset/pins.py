@@ -80,6 +80,10 @@ class Pin:
             )
         return site
 
+    def url(self, change: str) -> str:
+        """Return the address of a change of this upstream: a commit's SHA, or its own URL."""
+        return change if change.startswith("https://") else f"{self.repository}/commit/{change}"
+
     def changed(self, site: Path) -> list[tuple[str, str, str]]:
         """Return ``(path, expected, found)`` for each touched file that is not pristine."""
         result = []

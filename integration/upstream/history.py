@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from integration.ground import paths
 from integration.ground.errors import UserError
 from integration.patchset import git
+from integration.patchset import pins as pins_module
 from integration.patchset.patch import Contribution
 
 FILE = "patches/HISTORY.md"
@@ -31,10 +32,13 @@ def retire(gone: Sequence[Contribution], why: Mapping[str, str]) -> dict[str, by
     commit = _commit_with(gone) if gone else ""
     file = root / FILE
     text = file.read_text(encoding="utf-8") if file.is_file() else _HEAD
+    pins = pins_module.load()
     new: dict[str, bytes | None] = {}
     for c in gone:
         folder = f"{c.upstream}_contrib/{c.name}"
         links = [*c.values("Status"), *c.values("Issue")]
+        if c.on_main:
+            links[0] = pins[c.upstream].url(c.on_main)
         upstream = ", ".join(w for link in links for w in link.split() if w.startswith("https://"))
         evidence = sorted(f.name for f in (c.folder / "evidence").glob("*") if f.is_file())
         text += (

@@ -20,6 +20,9 @@ def found(house: House, message: str) -> list[str]:
     ("old", "new"),
     [
         ("Status: pending", "Status: submitted https://example.org/pull/1"),
+        ("Status: pending", "Status: upstream https://example.org/fakebase/pull/4530"),
+        ("Status: pending", f"Status: upstream https://example.org/fakebase/commit/{'a1' * 20}"),
+        ("Status: pending", f"Status: upstream {'a1' * 20}"),
         ("Status: pending", "Status: merged 2.15.0"),
         ("Status: pending", "Status: denied https://example.org/pull/1"),
         ("Status: pending", "Status: local only our job needs it"),
@@ -38,6 +41,28 @@ def test_accepted(house: House, old: str, new: str) -> None:
     [
         ("Status: pending", "Status: done", "malformed field: `Status: done`"),
         ("Status: pending", "Status: submitted", "malformed field: `Status: submitted`"),
+        ("Status: pending", "Status: upstream", "malformed field: `Status: upstream`"),
+        *(
+            ("Status: pending", f"Status: upstream {value}", f"malformed field: `{value}`")
+            for value in (
+                "#4530",
+                "a1b2c3d4",
+                "A1" * 20,
+                "a1" * 20 + "0",
+                "https://example.org/fakebase",
+                "https://example.org/fakebase/pull/",
+                "https://example.org/fakebase/pull/0",
+                "https://example.org/fakebase/pull/4530/files",
+                "https://example.org/fakebase/issues/4530",
+                "https://example.org/fakebase/commit/a1b2c3d4",
+                "https://example.org/fakeapp/pull/4530",
+            )
+        ),
+        (
+            "Status: pending",
+            f"Status: upstream {'a1' * 20} in part",
+            f"malformed field: `Status: upstream {'a1' * 20} in part`",
+        ),
         ("Status: pending", "Status: merged soon", "malformed field: `Status: merged soon`"),
         ("Status: pending", "Status: local", "malformed field: `Status: local`"),
         ("Status: pending\n", "", "missing field: none"),

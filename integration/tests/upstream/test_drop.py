@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from integration.evidence import readme
 from integration.ground import paths
 from integration.patchset import repository
 from integration.tests.patchset.conftest import House, line, tree, user_git
@@ -64,6 +65,22 @@ def test_dropped(three: House, run) -> None:
     )
     user_git(three.root, "cat-file", "-e", f"{head}:patches/pytorch/two.patch")
     assert three.check() == []
+
+
+def test_a_status_is_a_link_where_upstream_has_it(three: House, run) -> None:
+    """In README's table, in the list of patches, and in the history once the patch goes."""
+    path, sha = three.patch("two"), "a1" * 20
+    text = path.read_text().replace("submitted https://example.org/pull/7", f"upstream {sha}")
+    path.write_text(text)
+    (three.root / "pytorch_contrib/two/evidence/bench.json").unlink()
+    table = readme.table([three.get("two")])
+    link = f"https://example.org/fakebase/commit/{sha}"
+    assert f"[fake] Change two ([on upstream's main]({link}), not in the pin)" in table
+    assert f"| upstream {sha} |" in readme.details([three.get("two")])
+    assert f"upstream {sha}" in run("patches", "list").out
+    test_of_two(three, "self.assertEqual(fakebase.VALUE, 'pristine')")
+    assert run("patches", "drop", "two").code == 0
+    assert f"Upstream: {link}. Commit" in (three.root / "patches/HISTORY.md").read_text()
 
 
 @pytest.mark.parametrize(
