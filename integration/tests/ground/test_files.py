@@ -36,7 +36,7 @@ def test_a_folder_in_the_way_leaves_nothing_beside_it(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(IsADirectoryError):
         files.write(tmp_path / "folder", "text")
-    with pytest.raises(UserError, match="expected to write the page to .*folder, found: Is a dir"):
+    with pytest.raises(UserError, match=r"expected to write the page to .*folder, found: Is a dir"):
         page.write(tmp_path / "folder", "title", "lead", [])
     assert os.listdir(tmp_path) == ["folder"]
 
