@@ -3,6 +3,9 @@
 PYTHON ?= python3
 INTEGRATION := .venv/bin/python -m integration
 
+# What would change how our Python starts, reads code or ends.
+unexport PYTHONHOME PYTHONINSPECT PYTHONOPTIMIZE PYTHONSTARTUP PYTHONWARNINGS
+
 .PHONY: train test lint clean
 
 train: .venv/.installed
@@ -14,7 +17,7 @@ test: .venv/.installed
 lint: .venv/.installed
 	ci/lint
 
-.venv/.installed: pyproject.toml constraints.txt ci/venv
+.venv/.installed: pyproject.toml constraints.txt ci/venv ci/pip
 	PYTHON=$(PYTHON) ci/venv
 	touch $@
 

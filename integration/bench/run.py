@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from tyro.conf import Positional
+
+from integration.bench import listing
 from integration.bench import peers as installed
 from integration.bench.catalog import Bench, Peer, default_peers, find, peers
 from integration.bench.table import table
@@ -17,20 +20,56 @@ from integration.evidence import record as evidence
 from integration.ground import files, paths, terminal
 from integration.ground.errors import UserError
 from integration.ground.machine import gpu_count
+from integration.ground.options import Rest
 from integration.patchset import overlay, repository
 from integration.patchset.patch import Contribution
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What ``integration bench NAME`` was asked for."""
+    """Measure the contribution NAME on its overlay, beside the published packages of its kind.
 
-    name: str
-    options: tuple[str, ...] = ()  # the benchmark's own
-    peers: Path | None = None
+    What follows `--` goes to its bench.py.
+    """
+
+    name: Positional[str | None] = None
+    """The contribution."""
+    options: Rest = ()
     smoke: bool = False
+    """Run on tiny sizes on a CPU, to see whether the benchmark runs. It proves nothing."""
     record: bool = False
-    label: str | None = None  # of the evidence file
+    """Keep the figures as evidence of the contribution."""
+    label: str | None = None
+    """With --record: the name of the evidence file; the machine's if none is given."""
+    list: bool = False
+    """Show all benchmarks and peers instead."""
+    install_peers: bool = False
+    """Install the packages that are compared with instead: those of NAME, or all."""
+
+    def __post_init__(self) -> None:
+        if self.name is None and not (self.list or self.install_peers):
+            raise UserError(
+                "expected the name of a contribution, got none; nothing was measured: "
+                "`integration bench --list` shows all benchmarks"
+            )
+        if self.label and not self.record:
+            raise UserError(
+                f"expected --record with --label {self.label}, got --label alone; it names the "
+                "evidence file, and none would be written: add --record"
+            )
+        if self.smoke and self.record:
+            raise UserError(
+                f"expected --smoke or --record, got both; a try of {self.name} on tiny sizes "
+                "proves nothing and was not started: leave one out"
+            )
+
+    def run(self) -> None:
+        if self.list:
+            listing.show(default_peers())
+        if self.install_peers:
+            listing.install(self.name, default_peers())
+        if not self.list and not self.install_peers:
+            run(self)
 
 
 def run(request: Request) -> None:
@@ -39,11 +78,11 @@ def run(request: Request) -> None:
     Raises:
         UserError: no such benchmark, the wrong machine for it, or it failed.
     """
-    (contribution,) = repository.find(repository.load(), [request.name])
+    (contribution,) = repository.find(repository.load(), [request.name or ""])
     bench = find(contribution)
     gpus = gpu_count()
     _refuse(bench, request, gpus)
-    folder = request.peers or default_peers()
+    folder = default_peers()
     mine = [peer for peer in peers() if peer.bench == bench.name]
     reasons = {peer.title: installed.why_not(peer, folder) for peer in mine}
     usable = [peer for peer in mine if not reasons[peer.title] and not request.smoke]
@@ -63,11 +102,6 @@ def run(request: Request) -> None:
 
 
 def _refuse(bench: Bench, request: Request, gpus: int) -> None:
-    if request.smoke and request.record:
-        raise UserError(
-            f"expected --smoke or --record, got both; a try of {bench.name} on tiny sizes proves "
-            f"nothing and was not started: leave one out"
-        )
     if request.smoke and bench.smoke is None:
         raise UserError(
             f"{bench.name} measures kernels that only a GPU has, and there is no try of it "

@@ -1,184 +1,220 @@
 """``integration patches …`` and ``integration env``. What they need is imported when they run."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from tyro.conf import Positional, arg
 
-from integration.ground import terminal
+from integration.ground import options, terminal
+from integration.ground.errors import UserError
+from integration.ground.options import Json, Names
 
 if TYPE_CHECKING:
     from integration.patchset.patch import Contribution
 
-patches = typer.Typer(
-    help="Read, check, apply and edit the patches.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
-
-Names = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[NAME]...", help="Contributions; all when none is named."),
+Folder = Annotated[
+    Positional[Path | None], arg(help="The folder of the checkouts; .cache/checkout if not given.")
 ]
 
 
-@patches.command("list")
-def list_patches() -> None:
-    """Show every contribution: status, size, what it requires, tests and evidence."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class List:
+    """Show every contribution: its status, size, requirements, tests and evidence."""
 
+    json: Json = None
+
+    def run(self) -> None:
+        from integration.patchset import repository
+
+        options.require_writable(self.json)
+        rows = [_row(contribution) for contribution in repository.load()]
+        options.report(self.json, lambda: rows, lambda: _show(rows))
+
+
+def _row(contribution: "Contribution") -> dict[str, Any]:
+    from integration.patchset import lint
+
+    return {
+        "name": contribution.name,
+        "upstream": contribution.upstream,
+        "status": " ".join(contribution.values("Status")) or "?",
+        "files": len(contribution.files),
+        "added": contribution.added,
+        "removed": contribution.removed,
+        "requires": list(contribution.requires),
+        "tests": [file for file, _ in contribution.tests],
+        "evidence": len(list((contribution.folder / "evidence").glob("*.json"))),
+        "stale": len(list(lint.evidence(contribution))),  # measured on another version
+        "sha256": contribution.sha256,
+    }
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
-
-    from integration.patchset import repository
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("name", "upstream", "status", "files", "lines", "requires", "tests", "evidence"):
         table.add_column(column, overflow="fold", no_wrap=column in ("name", "lines"))
-    contributions = repository.load()
-    for c in contributions:
+    for row in rows:
+        stale = f", {row['stale']} stale" if row["stale"] else ""
         table.add_row(
-            c.name,
-            c.upstream,
-            " ".join(c.values("Status")) or "?",
-            str(len(c.files)),
-            f"+{c.added} -{c.removed}",
-            ", ".join(c.requires) or "-",
-            " ".join(file for file, _ in c.tests) or "-",
-            _evidence(c),
+            row["name"],
+            row["upstream"],
+            row["status"],
+            str(row["files"]),
+            f"+{row['added']} -{row['removed']}",
+            ", ".join(row["requires"]) or "-",
+            " ".join(row["tests"]) or "-",
+            f"{row['evidence']}{stale}" if row["evidence"] else "-",
         )
     # Into a file or a pipe, a row stays one line, whatever the width of a terminal would be.
     terminal.console().print(table)
-    if not contributions:
+    if not rows:
         print("no contributions yet: `integration patches new NAME --upstream pytorch|torchtitan`")
 
 
-def _evidence(contribution: "Contribution") -> str:
-    """Count the evidence files, and those measured on another version of the patch."""
-    from integration.patchset import lint
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """Check that every patch stands alone, and that all of them stand together."""
 
-    count = len(list((contribution.folder / "evidence").glob("*.json")))
-    stale = len(list(lint.evidence(contribution)))
-    return "-" if not count else f"{count}" + (f", {stale} stale" if stale else "")
+    json: Json = None
 
+    def run(self) -> int:
+        import time
+        from dataclasses import asdict
 
-@patches.command()
-def check() -> None:
-    """Prove that every patch stands alone, and that all stand together."""
-    import time
+        from integration.evidence.check import check
+        from integration.patchset import repository
 
-    from integration.evidence.check import check as run_check
-    from integration.patchset import repository
+        options.require_writable(self.json)
+        start = time.perf_counter()
+        findings = check()
+        seconds = time.perf_counter() - start
+        count = 0 if findings else len(repository.load())
 
-    start = time.perf_counter()
-    findings = run_check()
-    seconds = time.perf_counter() - start
-    for finding in findings:
-        print(f"{finding}\n")
-    if findings:
-        plural = "problem" if len(findings) == 1 else "problems"
-        print(f"{len(findings)} {plural} found in {seconds:.1f} s")
-        raise typer.Exit(1)
-    count = len(repository.load())
-    print(
-        f"{count} patches: header, series, pins, each alone, every pair, full set, reverse and "
-        f"round trip hold ({seconds:.1f} s)"
-    )
+        def tell() -> None:
+            for finding in findings:
+                print(f"{finding}\n")
+            if findings:
+                plural = "problem" if len(findings) == 1 else "problems"
+                print(f"{len(findings)} {plural} found in {seconds:.1f} s")
+            else:
+                print(
+                    f"{count} patches: header, series, pins, each alone, every pair, full set, "
+                    f"reverse and round trip hold ({seconds:.1f} s)"
+                )
 
-
-@patches.command()
-def apply(
-    to: Annotated[Path, typer.Option("--to", metavar="CHECKOUT", help="Root of a checkout.")],
-    names: Names = None,
-    reverse: Annotated[bool, typer.Option(help="Take them off instead.")] = False,
-    commits: Annotated[bool, typer.Option(help="Make one commit a patch.")] = False,
-    three_way: Annotated[
-        bool, typer.Option("--3way", help="Merge into files that differ from the pin.")
-    ] = False,
-) -> None:
-    """Apply the set, or NAMEs and what they require, to an upstream checkout: all or nothing."""
-    from integration.ground.errors import UserError
-    from integration.patchset import apply as module
-
-    if reverse and commits:
-        raise UserError(
-            "expected --reverse or --commits, got both; commits are undone by git: run "
-            f"`git -C {to} revert COMMIT`, or `git -C {to} reset --keep COMMIT`"
-        )
-    if reverse:
-        lines = module.take_off(to, names or None, three_way=three_way)
-    else:
-        lines = module.apply(to, names or None, commits=commits, three_way=three_way)
-    print("\n".join(lines or ["nothing to do: no contribution belongs to this checkout"]))
+        options.report(self.json, lambda: [asdict(finding) for finding in findings], tell)
+        return 1 if findings else 0
 
 
-@patches.command("import")
-def import_(
-    folder: Annotated[
-        Path | None, typer.Argument(metavar="[DIR]", help="Default: .cache/checkout.")
-    ] = None,
-) -> None:
-    """Make a checkout of each pin with the set as commits, to edit with git."""
-    import shlex
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apply:
+    """Apply the set, or NAMES and what they require, to an upstream checkout: all or nothing."""
 
-    from rich.console import Console
+    names: Names = ()
+    to: Path
+    """The root of the checkout."""
+    reverse: bool = False
+    """Take the patches off instead."""
+    commits: bool = False
+    """Make one commit a patch."""
+    three_way: Annotated[bool, arg(name="3way")] = False
+    """Merge into files that differ from the pin."""
 
-    from integration.upstream.checkout import default_folder, import_set
+    def run(self) -> None:
+        from integration.patchset import apply
 
-    folder = (folder or default_folder()).absolute()
-    with Console(stderr=True).status("Copying the pinned sources and committing the patches"):
-        made = import_set(folder)
-    for checkout in made:
-        print(f"{checkout.upstream}: {checkout.path}")
-    for checkout in made:
-        if checkout.stopped:
-            path = shlex.quote(str(checkout.path))
-            print(
-                f"\n{checkout.upstream} stopped at a patch that does not fit:\n{checkout.stopped}\n"
-                f"look      git -C {path} am --show-current-patch\n"
-                f"mend      edit the files, then git -C {path} add -A\n"
-                f"go on     git -C {path} am --continue\n"
-                f"store     integration patches export {shlex.quote(str(folder))}"
+        if self.reverse and self.commits:
+            raise UserError(
+                "expected --reverse or --commits, got both; commits are undone by git: run "
+                f"`git -C {self.to} revert COMMIT`, or `git -C {self.to} reset --keep COMMIT`"
             )
-    if any(checkout.stopped for checkout in made):
-        raise typer.Exit(1)
-    path = shlex.quote(str(made[0].path))
-    print(
-        f"""
+        names = self.names or None
+        if self.reverse:
+            lines = apply.take_off(self.to, names, three_way=self.three_way)
+        else:
+            lines = apply.apply(self.to, names, commits=self.commits, three_way=self.three_way)
+        print("\n".join(lines or ["nothing to do: no contribution belongs to this checkout"]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Import:
+    """Make a checkout of each pin with the set as commits, to edit with git."""
+
+    folder: Folder = None
+
+    def run(self) -> int:
+        import shlex
+
+        from rich.console import Console
+
+        from integration.upstream.checkout import default_folder, import_set
+
+        folder = (self.folder or default_folder()).absolute()
+        with Console(stderr=True).status("Copying the pinned sources and committing the patches"):
+            made = import_set(folder)
+        for checkout in made:
+            print(f"{checkout.upstream}: {checkout.path}")
+        for checkout in made:
+            if checkout.stopped:
+                path = shlex.quote(str(checkout.path))
+                print(
+                    f"\n{checkout.upstream} stopped at a patch that does not fit:\n"
+                    f"{checkout.stopped}\n"
+                    f"look      git -C {path} am --show-current-patch\n"
+                    f"mend      edit the files, then git -C {path} add -A\n"
+                    f"go on     git -C {path} am --continue\n"
+                    f"store     integration patches export {shlex.quote(str(folder))}"
+                )
+        if any(checkout.stopped for checkout in made):
+            return 1
+        path = shlex.quote(str(made[0].path))
+        print(
+            f"""
 look      git -C {path} log --oneline pin..
 edit      git -C {path} rebase -i pin, or commit with --fixup and rebase -i --autosquash pin
 add       commit with a last line `Patch-Name: NAME` in the message (integration patches new NAME)
 drop      remove the commit
 store     integration patches export {shlex.quote(str(folder))}"""
-    )
+        )
+        return 0
 
 
-@patches.command()
-def export(
-    folder: Annotated[
-        Path | None, typer.Argument(metavar="[DIR]", help="Default: .cache/checkout.")
-    ] = None,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
     """Store the commits of an imported checkout as patches again."""
-    from integration.upstream import checkout
 
-    print("\n".join(checkout.export_set((folder or checkout.default_folder()).absolute())))
-    print("next: integration patches readme --write, then integration patches check")
+    folder: Folder = None
+
+    def run(self) -> None:
+        from integration.upstream import checkout
+
+        folder = (self.folder or checkout.default_folder()).absolute()
+        print("\n".join(checkout.export_set(folder)))
+        print("next: integration patches readme --write, then integration patches check")
 
 
-@patches.command()
-def new(
-    name: str,
-    upstream: Annotated[str, typer.Option(help="pytorch or torchtitan.")],
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class New:
     """Begin a contribution: its folder, a test that fails, and a template of the message."""
-    import shlex
 
-    from integration.patchset import scaffold
-    from integration.upstream import checkout
+    name: Positional[str]
+    """The name of the contribution."""
+    upstream: str
+    """The upstream that it belongs to: pytorch or torchtitan."""
 
-    folder, message = scaffold.new(name, upstream)
-    path = shlex.quote(str(checkout.default_folder() / upstream))
-    print(
-        f"""created {folder}
+    def run(self) -> None:
+        import shlex
+
+        from integration.patchset import scaffold
+        from integration.upstream import checkout
+
+        folder, message = scaffold.new(self.name, self.upstream)
+        path = shlex.quote(str(checkout.default_folder() / self.upstream))
+        print(
+            f"""created {folder}
 
 1. write the test, and see it fail on the pristine pin
 2. integration patches import            (unless {path} is there)
@@ -187,58 +223,44 @@ def new(
    git -C {path} commit -e -F {shlex.quote(str(message))}
 5. integration patches export
 6. integration patches readme --write
-7. integration patches check && integration test {name} --prove"""
-    )
-
-
-@patches.command()
-def overlay(names: Names = None) -> None:
-    """Build the overlay of the set, or of NAMEs and what they require; print its folder."""
-    from integration.patchset import overlay as module
-
-    built = module.build(names or None)
-    if built.path is None:
-        raise typer.Exit(
-            _say("no contributions yet: the overlay is empty, the pins are used as is")
+7. integration patches check && integration test {self.name} --prove"""
         )
-    print(built.path)
 
 
-@patches.command()
-def readme(
-    write: Annotated[
-        bool, typer.Option("--write", help="Write the tables into README.md and CONTRIBUTING.md.")
-    ] = False,
-) -> None:
-    """Print the README's table of contributions, made from the patch headers and evidence."""
-    from integration.evidence import readme as module
-    from integration.patchset import repository
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readme:
+    """Print the README's table of contributions, made from headers and evidence of the patches."""
 
-    contributions = repository.load()
-    if not write:
-        print(module.table(contributions))
-    elif changed := module.write(contributions):
-        print(f"{' and '.join(changed)}: table written")
-    else:
-        print("The tables are up to date.")
+    write: bool = False
+    """Write the tables into README.md and CONTRIBUTING.md."""
+
+    def run(self) -> None:
+        from integration.evidence import readme
+        from integration.patchset import repository
+
+        contributions = repository.load()
+        if not self.write:
+            print(readme.table(contributions))
+        elif changed := readme.write(contributions):
+            print(f"{' and '.join(changed)}: table written")
+        else:
+            print("The tables are up to date.")
 
 
-def env(names: Names = None) -> None:
-    """Print the line that puts the set's overlay first, for a launcher of your own.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Env:
+    """Print the line that puts the overlay of the set first, for a launcher of your own.
 
-    Use: eval "$(integration env)"
+    Use it as: eval "$(integration env)". NAMES are taken with what they require.
     """
-    import os
-    import shlex
 
-    from integration.patchset import overlay as module
+    names: Names = ()
 
-    path = module.build(names or None).pythonpath(os.environ.get("PYTHONPATH", ""))
-    print(f"export PYTHONPATH={shlex.quote(path)}")
+    def run(self) -> None:
+        import os
+        import shlex
 
+        from integration.patchset import overlay
 
-def _say(line: str) -> int:
-    import sys
-
-    print(line, file=sys.stderr)
-    return 0
+        path = overlay.build(self.names or None).pythonpath(os.environ.get("PYTHONPATH", ""))
+        print(f"export PYTHONPATH={shlex.quote(path)}")

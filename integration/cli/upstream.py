@@ -2,21 +2,19 @@
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from tyro.conf import Positional, arg
 
-from integration.ground import terminal
+from integration.ground import options, terminal
+from integration.ground.errors import UserError
+from integration.ground.options import Json
 
 if TYPE_CHECKING:
-    from integration.upstream.drift import Drift
+    from integration.upstream import drift as drift_module
     from integration.upstream.rebase import Done, Stopped
-
-Names = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[NAME]...", help="Contributions; all when none is named."),
-]
 
 
 @contextmanager
@@ -40,54 +38,53 @@ def _telling(words: str) -> Generator[Callable[[str], None], None, None]:
         yield tell
 
 
-def drift(
-    against: Annotated[
-        list[str],
-        typer.Option(metavar="PACKAGE==VERSION|PATH", help="A newer version, wheel or checkout."),
-    ],
-    run_drop_when: Annotated[
-        bool, typer.Option("--run-drop-when", help="Run Drop-when tests there, unpatched.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drift:
     """Say what a newer upstream means for each contribution.
 
-    Exit code: 0 all apply (an offset is nothing to do), 3 one is there already, 4 one is there
-    with changes, 5 one needs a rebase; the highest counts.
+    Exit codes: 0 all patches apply (an offset is nothing to do), 3 one is there already, 4 one is
+    there with changes, 5 one needs a rebase; the highest counts.
     """
-    import json
-    from dataclasses import asdict, replace
 
-    from integration.ground.errors import UserError
-    from integration.patchset import pins as pins_module
-    from integration.patchset import repository
-    from integration.upstream import drift as module
-    from integration.upstream import dropwhen, newer
+    against: tuple[str, ...]
+    """PACKAGE==VERSION, or PACKAGE==PATH of a newer wheel or checkout."""
+    run_drop_when: bool = False
+    """Run the Drop-when tests there, without the patches."""
+    json: Json = None
 
-    pins = pins_module.load()
-    others = newer.parse(against, pins, "--against")
-    contributions = repository.load()
-    drifts = module.drift(contributions, others)
-    if run_drop_when:
-        mine = {c.name: c for c in contributions}
-        with _telling("Installing into a throwaway environment") as tell:
-            try:
-                with dropwhen.environment(others, pins) as python:
-                    for place, d in enumerate(drifts):
-                        tell(f"Drop-when of {d.name}, {place + 1} of {len(drifts)}")
-                        outcome = dropwhen.run(mine[d.name], str(python))
-                        drifts[place] = replace(d, drop_when=dropwhen.words(outcome))
-            except UserError as error:
-                drifts = [replace(d, drop_when=f"{module.NOT_RUN}: {error}") for d in drifts]
-    if as_json:
-        print(json.dumps([asdict(d) for d in drifts], indent=2))
-    else:
-        _show(drifts)
-    raise typer.Exit(module.worst(drifts))
+    def __post_init__(self) -> None:
+        if not self.against:
+            raise UserError(
+                "expected --against PACKAGE==VERSION, got no newer version; nothing was compared: "
+                "`integration patches drift --help` describes it"
+            )
+
+    def run(self) -> int:
+        from integration.patchset import pins as pins_module
+        from integration.patchset import repository
+        from integration.upstream import drift, dropwhen, newer
+
+        options.require_writable(self.json)
+        pins = pins_module.load()
+        others = newer.parse(self.against, pins, "--against")
+        contributions = repository.load()
+        drifts = drift.drift(contributions, others)
+        if self.run_drop_when:
+            mine = {c.name: c for c in contributions}
+            with _telling("Installing into a throwaway environment") as tell:
+                try:
+                    with dropwhen.environment(others, pins) as python:
+                        for place, d in enumerate(drifts):
+                            tell(f"Drop-when of {d.name}, {place + 1} of {len(drifts)}")
+                            outcome = dropwhen.run(mine[d.name], str(python))
+                            drifts[place] = replace(d, drop_when=dropwhen.words(outcome))
+                except UserError as error:
+                    drifts = [replace(d, drop_when=f"{drift.NOT_RUN}: {error}") for d in drifts]
+        options.report(self.json, lambda: [asdict(d) for d in drifts], lambda: _show(drifts))
+        return drift.worst(drifts)
 
 
-def _show(drifts: "list[Drift]") -> None:
-
+def _show(drifts: "list[drift_module.Drift]") -> None:
     from rich.table import Table
 
     from integration.patchset.scratch import PRESENT
@@ -110,51 +107,51 @@ def _show(drifts: "list[Drift]") -> None:
                 print(f"\n{finding}")
 
 
-def rebase(
-    onto: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PACKAGE==VERSION", help="The newer version, or a wheel of it."),
-    ] = None,
-    commit: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PACKAGE==SHA", help="Its commit, where no tag tells it."),
-    ] = None,
-    go_on: Annotated[bool, typer.Option("--continue", help="After mending a conflict.")] = False,
-    abort: Annotated[bool, typer.Option("--abort", help="Leave everything as it was.")] = False,
-) -> None:
-    """Move the set to a newer pin, three-way; patches/ changes when all is done, and at once."""
-    from integration.ground.errors import UserError
-    from integration.patchset import pins as pins_module
-    from integration.upstream import newer
-    from integration.upstream import rebase as module
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rebase:
+    """Move the set to a newer pin, three-way. patches/ changes when all is done, and at once."""
 
-    if [bool(onto), go_on, abort].count(True) != 1:
-        raise UserError(
-            "expected one of --onto, --continue and --abort; nothing was done: begin with "
-            "`integration patches rebase --onto PACKAGE==VERSION`"
-        )
-    if abort:
-        module.abort()
-        print("forgotten; patches/ is as it was")
-        return
-    try:
-        if go_on:
-            result = module.go_on()
-        else:
-            pins = pins_module.load()
-            others = newer.parse(onto or [], pins, "--onto")
-            result = module.start(others, newer.commits(commit or [], others))
-    except KeyboardInterrupt:
-        begun = module.folder().exists()
-        raise UserError(
-            "interrupted; patches/ is as it was: run `integration patches rebase "
-            + ("--continue`, which takes up what is done, or `--abort`" if begun else "--onto …`"),
-            exit_code=130,
-        ) from None
-    if isinstance(result, module.Stopped):
-        _show_stop(result)
-        raise typer.Exit(1)
-    _show_done(result)
+    onto: tuple[str, ...] = ()
+    """PACKAGE==VERSION, the newer version, or PACKAGE==PATH of a wheel of it."""
+    commit: tuple[str, ...] = ()
+    """PACKAGE==SHA, the commit of the version, where no tag tells it."""
+    continue_: Annotated[bool, arg(name="continue")] = False
+    """Go on after a conflict has been mended."""
+    abort: bool = False
+    """Leave everything as it was."""
+
+    def run(self) -> int:
+        from integration.patchset import pins as pins_module
+        from integration.upstream import newer, rebase
+
+        if [bool(self.onto), self.continue_, self.abort].count(True) != 1:
+            raise UserError(
+                "expected one of --onto, --continue and --abort; nothing was done: begin with "
+                "`integration patches rebase --onto PACKAGE==VERSION`"
+            )
+        if self.abort:
+            rebase.abort()
+            print("forgotten; patches/ is as it was")
+            return 0
+        try:
+            if self.continue_:
+                result = rebase.go_on()
+            else:
+                pins = pins_module.load()
+                others = newer.parse(self.onto, pins, "--onto")
+                result = rebase.start(others, newer.commits(self.commit, others))
+        except KeyboardInterrupt:
+            go_on = "--continue`, which takes up what is done, or `--abort`"
+            raise UserError(
+                "interrupted; patches/ is as it was: run `integration patches rebase "
+                + (go_on if rebase.folder().exists() else "--onto …`"),
+                exit_code=130,
+            ) from None
+        if isinstance(result, rebase.Stopped):
+            _show_stop(result)
+            return 1
+        _show_done(result)
+        return 0
 
 
 def _show_stop(stopped: "Stopped") -> None:
@@ -202,52 +199,65 @@ evidence  of a changed patch is stale: measure again, in commits of its own"""
     )
 
 
-def drop(name: str) -> None:
-    """Let NAME go: only when its Drop-when test passes on the unpatched pin."""
-    from integration.upstream.drop import drop as run_drop
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drop:
+    """Let NAME go, if its Drop-when test passes on the unpatched pin."""
 
-    with _telling(f"Running the Drop-when test of {name}"):
-        file = run_drop(name)
-    print(f"{name}: upstream no longer needs it; recorded in {file}")
-    _show_naming(name)
-    print(
-        "next: integration patches readme --write, mend the files named above, then integration "
-        "patches check, then commit"
-    )
+    name: Positional[str]
+    """The contribution."""
+
+    def run(self) -> None:
+        from integration.upstream.drop import drop
+
+        with _telling(f"Running the Drop-when test of {self.name}"):
+            file = drop(self.name)
+        print(f"{self.name}: upstream no longer needs it; recorded in {file}")
+        _show_naming(self.name)
+        print(
+            "next: integration patches readme --write, mend the files named above, then "
+            "integration patches check, then commit"
+        )
 
 
-def pr(
-    name: str,
-    checkout: Annotated[Path, typer.Option(metavar="DIR", help="A clone of the upstream.")],
-    base: Annotated[
-        str | None, typer.Option(metavar="REF", help="Where to begin. Default: the clone's main.")
-    ] = None,
-    test: Annotated[bool, typer.Option(help="Run the contribution's tests for counts.")] = True,
-) -> None:
-    """Prepare NAME as a pull request: a branch in DIR, and pr.md. A person submits it."""
-    import shlex
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullRequest:
+    """Prepare NAME as a pull request: a branch in a clone, and pr.md. A person submits it."""
 
-    from integration.upstream.pr import look, prepare
+    name: Positional[str]
+    """The contribution."""
+    checkout: Path
+    """A clone of the upstream."""
+    base: str | None = None
+    """The commit where the branch begins; the clone's main branch if none is given."""
+    test: bool = True
+    """Leave out the tests: the contribution's for the counts in pr.md, and its Drop-when test."""
 
-    with _telling(f"Reading what upstream has done since the pin to the lines of {name}") as tell:
-        looked = look(name, checkout, base, test=test, tell=tell)
-        # It is worth most where the patch no longer fits, and the branch cannot be made.
-        print("upstream  " + "\n          ".join(looked.lines))
-        tell(f"Making the branch {name}")
-        prepared = prepare(name, checkout, base, looked=looked, test=test, tell=tell)
-    branch = prepared.branch
-    path = shlex.quote(str(checkout))
-    print(f"branch    {branch.name} of {checkout}: on {branch.base[:12]}")
-    print("          " + ", ".join(c.name for c in branch.contributions))
-    for item in prepared.linted:
-        words = {True: "clean", False: "finds something", None: "not run"}[item.clean]
-        reason = "" if item.clean else f": {item.reason}"
-        print(f"lint      {item.command.split()[0]}: {words}{reason}")
-    print(f"text      {prepared.text}")
-    print(
-        f"""
+    def run(self) -> None:
+        import shlex
+
+        from integration.upstream.pr import look, prepare
+
+        asked = (self.name, self.checkout, self.base)
+        reading = f"Reading what upstream has done since the pin to the lines of {self.name}"
+        with _telling(reading) as tell:
+            looked = look(*asked, test=self.test, tell=tell)
+            # It is worth most where the patch no longer fits, and the branch cannot be made.
+            print("upstream  " + "\n          ".join(looked.lines))
+            tell(f"Making the branch {self.name}")
+            prepared = prepare(*asked, looked=looked, test=self.test, tell=tell)
+        branch = prepared.branch
+        path = shlex.quote(str(self.checkout))
+        print(f"branch    {branch.name} of {self.checkout}: on {branch.base[:12]}")
+        print("          " + ", ".join(c.name for c in branch.contributions))
+        for item in prepared.linted:
+            words = {True: "clean", False: "finds something", None: "not run"}[item.clean]
+            reason = "" if item.clean else f": {item.reason}"
+            print(f"lint      {item.command.split()[0]}: {words}{reason}")
+        print(f"text      {prepared.text}")
+        print(
+            f"""
 read      git -C {path} log -p {branch.base[:12]}..{branch.name}
 own       git -C {path} rebase {branch.base[:12]} {branch.name} \\
             --exec 'git commit --amend --no-edit --reset-author'
 submit    push and open it yourself, once every TODO and box of pr.md is done"""
-    )
+        )

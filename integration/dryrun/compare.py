@@ -20,6 +20,10 @@ MOMENTS = {"loss": ("loss",), "backward": ("recomputation", "reduction")}
 BESIDE = (*KEPT, BOUNDARIES, memory.MUON_BUFFERS, "NCCL", "CUDA context")
 
 
+# Plan and dry run agree within this share of what the dry run found.
+AGREES = 0.05
+
+
 @dataclass(frozen=True, slots=True)
 class Pair:
     """One number of both; ``plan`` is None where the planner does not count it."""
@@ -35,10 +39,29 @@ class Pair:
             return None if not self.plan else float("inf")
         return self.plan / self.found - 1
 
+    @property
+    def agrees(self) -> bool:
+        return self.plan is None or abs(self.plan - self.found) <= AGREES * self.found
 
-def levers(without: tuple[str, ...]) -> Levers:
-    """Return the planner's levers; a contribution that it does not count changes nothing."""
-    return Levers().without(*(name for name in without if name in Levers.names()))
+
+def _levers(found: dict[str, Any]) -> Levers:
+    return Levers.of(found["contributions"])
+
+
+def disagreements(job: JobSpec, rank: int, found: dict[str, Any]) -> list[str]:
+    """Return in words where the plan is further from the dry run than AGREES.
+
+    Elements of parameters, bytes on the host, bytes that are received, and bytes that stay between
+    steps; not the peaks, of which the plan has an upper bound.
+    """
+    pairs = [*parameters(job, rank, found).values(), *host(job, rank, found)]
+    if "collectives" in found:
+        pairs += [*traffic_by_cause(job, rank, found), *state(job, rank, found)]
+    return [
+        f"{pair.name}: {pair.plan:,.0f} planned, {pair.found:,.0f} found"
+        for pair in pairs
+        if not pair.agrees
+    ]
 
 
 def parameters(job: JobSpec, rank: int, found: dict[str, Any]) -> dict[str, Pair]:
@@ -54,14 +77,20 @@ def parameters(job: JobSpec, rank: int, found: dict[str, Any]) -> dict[str, Pair
     }
 
 
-def traffic_by_cause(
-    job: JobSpec, rank: int, without: tuple[str, ...], found: dict[str, Any]
-) -> list[Pair]:
+def host(job: JobSpec, rank: int, found: dict[str, Any]) -> list[Pair]:
+    """Return bytes on the rank's host by item; its process, which a dry run has not, left out."""
+    planned = memory.of_rank(job, load(job.cluster), _levers(found), rank).host
+    names = dict.fromkeys([*found["host"], *planned])
+    del names["process"]
+    return [Pair(name, planned.get(name, 0.0), found["host"].get(name, 0.0)) for name in names]
+
+
+def traffic_by_cause(job: JobSpec, rank: int, found: dict[str, Any]) -> list[Pair]:
     """Return bytes that the rank receives in a step, by cause.
 
     Muon's are the mean over the ranks in both: which ones compute a matrix is DistMuon's choice.
     """
-    flows = traffic.flows(job, load(job.cluster), levers(without), rank)
+    flows = traffic.flows(job, load(job.cluster), _levers(found), rank)
     planned: dict[str, float] = defaultdict(float)
     for flow in flows:
         if flow.link in (traffic.NETWORK, traffic.NODE):
@@ -78,19 +107,19 @@ def traffic_by_cause(
     ]
 
 
-def state(job: JobSpec, rank: int, without: tuple[str, ...], found: dict[str, Any]) -> list[Pair]:
+def state(job: JobSpec, rank: int, found: dict[str, Any]) -> list[Pair]:
     """Return bytes that stay between steps, by the planner's items."""
-    chosen = levers(without)
+    chosen = _levers(found)
     place = Place.of(job, rank)
     planned = memory.sharded_state(job, chosen, held(job, place))
     planned["RoPE caches"] = float(memory.rope_bytes(job, chosen, place.stage))
     return [Pair(name, planned[name], found["memory"][name]) for name in KEPT]
 
 
-def peaks(job: JobSpec, rank: int, without: tuple[str, ...], found: dict[str, Any]) -> list[Pair]:
+def peaks(job: JobSpec, rank: int, found: dict[str, Any]) -> list[Pair]:
     """Return most bytes at once of what comes and goes in a phase, boundary activations left out:
     fake tensors are not offloaded."""
-    planned = memory.of_rank(job, load(job.cluster), levers(without), rank).moments
+    planned = memory.of_rank(job, load(job.cluster), _levers(found), rank).moments
     totals = {
         name: sum(size for item, size in items.items() if item not in BESIDE)
         for name, items in planned.items()

@@ -6,8 +6,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.trainer import Trainer
 
 from integration.dryrun import placements
+from integration.plan.host import Rounding
+from integration.ranks import host_check
 
 
 def state(parts: Sequence[nn.Module], optimizers: OptimizersContainer) -> dict[str, int]:
@@ -26,6 +29,17 @@ def state(parts: Sequence[nn.Module], optimizers: OptimizersContainer) -> dict[s
         "optimizer state": _bytes(moments),
         "RoPE caches": _bytes(placements.rope_caches(parts)),
     }
+
+
+def host(
+    parts: Sequence[nn.Module], config: Trainer.Config, rank: int, ranks: int
+) -> dict[str, int]:
+    """Return what a rank with a GPU takes on its host, as the check at launch counts it."""
+    stage = host_check.stage(config, rank, ranks)
+    kept = host_check.on_host(parts, config, gpu=True, stage=stage)
+    rounding = Rounding()
+    items = kept.items(host_check.shards(parts, config))
+    return {item.label: item.held(rounding) for item in items}
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -4,7 +4,11 @@ Fake tensors hold no routing and FlexAttention no CPU kernel; shapes, dtypes, wh
 and what goes over the network stay as on a GPU.
 """
 
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
+from unittest.mock import patch
 
 import spmd_types as spmd
 import torch
@@ -13,6 +17,8 @@ from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.protocols.module import Module
+
+from integration.ranks import contributed
 
 IMPORTS = [
     "integration.dryrun.overrides.balanced_dispatch",
@@ -130,3 +136,23 @@ class ShapeOnlyRMSNorm(RMSNorm):
 @override(target=RMSNorm.Config, description="the fused norm's shapes alone, for fake tensors")
 def shape_only_norm(config: RMSNorm.Config) -> ShapeOnlyRMSNorm.Config:
     return derive(config, ShapeOnlyRMSNorm.Config)
+
+
+@contextmanager
+def first_chunks() -> Generator[None]:
+    """Score the first chunks of routed tokens alone, of the 192 of each layer of ``jupiter_1t``.
+
+    Chunks are of one size but for a row, and each leaves what the one before it left. While the
+    second computes, the first one's tensors are still there: from then on memory is at its most.
+    """
+    scores = "torchtitan.models.common.moe_scores"  # of ``moe_combine_memory``
+    chunks = contributed.find(scores, "_chunks_of_rows")
+    if chunks is None:
+        yield
+        return
+
+    def first(x: torch.Tensor) -> Iterator[slice]:
+        return islice(chunks(x), 3)
+
+    with patch(f"{scores}._chunks_of_rows", first):
+        yield

@@ -9,9 +9,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchtitan.components.loss import ChunkedLossWrapper
@@ -121,9 +124,17 @@ class Recorder(TorchDispatchMode):
                 (ChunkedLossWrapper, "__call__", lambda loss: self.during(LOSS)),
             ):
                 stack.enter_context(_wrapped(owner, name, around))
+            stack.callback(register_module_forward_pre_hook(self._keep_inputs).remove)
             stack.enter_context(self.live.follow_resizes(lambda: self.phase))
             stack.enter_context(self)
             yield
+
+    def _keep_inputs(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """What enters a checkpointed layer waits for its backward."""
+        if isinstance(module, CheckpointWrapper) and self.phase == FORWARD:
+            for tensor in tree_leaves(inputs):
+                if isinstance(tensor, torch.Tensor):
+                    self.live.move(_local(tensor), BOUNDARIES)
 
     @contextmanager
     def _scope(self, what: str, group: FSDPParamGroup) -> Generator[None]:

@@ -12,6 +12,8 @@ from integration.dryrun.compare import Pair
 from integration.dryrun.request import Request
 from integration.ground.units import GIB
 from integration.jobs.spec import JobSpec
+from integration.plan import memory
+from integration.plan.levers import Levers
 from integration.plan.render import GIGA
 
 MIB = 2**20
@@ -28,11 +30,13 @@ def show(job: JobSpec, request: Request, found: dict[str, Any], out: Console) ->
         soft_wrap=True,
     )
     out.print(_placements(job, rank, found))
+    out.print(_state("on the host, as checked at launch", compare.host(job, rank, found)))
     if "collectives" in found:
         out.print(_collectives(found))
-        out.print(_causes(compare.traffic_by_cause(job, rank, request.without, found)))
-        out.print(_state(compare.state(job, rank, request.without, found)))
+        out.print(_causes(compare.traffic_by_cause(job, rank, found)))
+        out.print(_state("kept between steps", compare.state(job, rank, found)))
         out.print(_peaks(job, request, found))
+        out.print(_waiting(job, found), soft_wrap=True)
     for check in found["checks"]:
         if check["why_not"]:
             mark, why = "[yellow]not asked[/]", f": {check['why_not']}"
@@ -92,16 +96,15 @@ def _causes(pairs: list[Pair]) -> Table:
     return table
 
 
-def _state(pairs: list[Pair]) -> Table:
-    table = _table("kept between steps", "dry run GiB", "plan GiB", "differs")
+def _state(title: str, pairs: list[Pair]) -> Table:
+    table = _table(title, "dry run GiB", "plan GiB", "differs")
     for pair in pairs:
         _row(table, pair.name, pair, GIB)
     return table
 
 
 def _peaks(job: JobSpec, request: Request, found: dict[str, Any]) -> Table:
-    """Memory of what comes and goes in a step. Boundary activations stand last and by themselves:
-    fake tensors are not offloaded, so all of them are here."""
+    """Memory of what comes and goes in a step. Boundary activations stand by themselves."""
     peaks = found["peaks"]
     table = _table("most at once (GiB)", *peaks)
     items = dict.fromkeys(item for peak in peaks.values() for item in peak)
@@ -110,13 +113,25 @@ def _peaks(job: JobSpec, request: Request, found: dict[str, Any]) -> Table:
         if max(sizes) >= 0.005:
             table.add_row(item, *(f"{size:.2f}" for size in sizes))
     table.add_section()
-    pairs = compare.peaks(job, request.rank, request.without, found)
+    pairs = compare.peaks(job, request.rank, found)
     table.add_row("[bold]all of these[/]", *(f"[bold]{pair.found / GIB:.2f}[/]" for pair in pairs))
     plans = ("" if pair.plan is None else f"{pair.plan / GIB:.2f}" for pair in pairs)
     table.add_row("plan", *plans)
+    table.add_section()
     waiting = (peak.get(compare.BOUNDARIES, 0) / GIB for peak in peaks.values())
     table.add_row(compare.BOUNDARIES, *(f"{size:.2f}" for size in waiting))
     return table
+
+
+def _waiting(job: JobSpec, found: dict[str, Any]) -> str:
+    """Say what the row of boundary activations is, and why no sum has it."""
+    where = "they are on the GPU in a real step as well"
+    if memory.offloads(job, Levers.of(found["contributions"])):
+        where = "in a real step activation_offload keeps all but three of them on the host"
+    return (
+        f"{compare.BOUNDARIES} are what layers keep for backward; no sum has them, as fake tensors "
+        f"are not offloaded: {where}"
+    )
 
 
 def _row(table: Table, name: str, pair: Pair, unit: float) -> None:

@@ -1,29 +1,39 @@
 """What a dry run is asked for, as the command hands it to its process. No torch here."""
 
 import json
-from dataclasses import asdict, dataclass
+import time
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from tyro.conf import Suppress
+
 from integration.ground.errors import UserError
+from integration.ground.options import Config, Without, at_least
 from integration.jobs import catalog
 from integration.jobs.spec import JobSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One rank of ``config`` on ``world`` ranks, None for those that it is written for.
+    """One rank of a job, as the command hands it to its process."""
 
-    ``layers`` and ``experts`` cut the model; ``started`` is seconds since the epoch.
-    """
+    config: Config
+    rank: int = 0
+    """The rank that is built."""
+    world: int | None = None
+    """The number of ranks of the job; the config's own if none is given."""
+    layers: int | None = None
+    """Build only so many layers, for a quicker look."""
+    experts: int | None = None
+    """Build only so many experts."""
+    placements: bool = False
+    """Stop before the step: show how the parameters are placed."""
+    without: Without = ()
+    started: Suppress[float] = field(default_factory=time.time)  # seconds since the epoch
 
-    config: str
-    rank: int
-    world: int | None
-    layers: int | None
-    experts: int | None
-    without: tuple[str, ...]
-    placements_only: bool
-    started: float
+    def __post_init__(self) -> None:
+        at_least(0, self, "rank")
+        at_least(1, self, "world", "layers", "experts")
 
     def job(self) -> JobSpec:
         """Return the job.
@@ -49,7 +59,9 @@ class Request:
         return job
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
+        """Write what was asked, without the options that a verb adds."""
+        asked = {field.name: getattr(self, field.name) for field in fields(Request)}
+        path.write_text(json.dumps(asked))
 
     @classmethod
     def read(cls, path: Path) -> "Request":

@@ -1,19 +1,19 @@
 """Run a dry run in a process of its own, on the overlay of the set that was asked for."""
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from integration.dryrun import compare
 from integration.dryrun.request import Request
+from integration.ground import processes
 from integration.ground.errors import UserError
 from integration.ground.paths import REPO
-from integration.patchset import overlay
+from integration.patchset import overlay, repository
 from integration.patchset.overlay import Overlay
-from integration.train import start
 
 LOG_LINES = 12
 
@@ -24,7 +24,7 @@ def run(request: Request, *, debug: bool) -> dict[str, Any]:
     Raises:
         UserError: a mistake in the request, or a process that did not come to the placements.
     """
-    request.job()
+    job = request.job()
     patched = _overlay(request.without)
     with tempfile.TemporaryDirectory(prefix="dryrun-") as folder:
         asked, result, log = (Path(folder) / name for name in ("request", "result", "log"))
@@ -50,17 +50,12 @@ def run(request: Request, *, debug: bool) -> dict[str, Any]:
         if ended.returncode:
             found["refused"] = f"the fake step ended with code {ended.returncode}: {complaint}"
         found["contributions"] = list(patched.names)
+        found["disagreements"] = compare.disagreements(job, request.rank, found)
         return found
 
 
 def _overlay(without: tuple[str, ...]) -> Overlay:
-    # Named one by one, as the plan beside the dry run leaves out what was named.
-    if dependents := start.dependents_of(without):
-        raise UserError(
-            f"--without {', '.join(without)} leaves out what others of the set require; name these "
-            f"as well: {', '.join(dependents)}"
-        )
-    patched = overlay.build(start.contributions(without))
+    patched = overlay.build(repository.without(without))
     if "cpu_device" not in patched.names:
         raise UserError(
             "--without cpu_device leaves no way to run TorchTitan on a CPU, as a dry run does; "
@@ -71,7 +66,7 @@ def _overlay(without: tuple[str, ...]) -> Overlay:
 
 def _environment(patched: Overlay) -> dict[str, str]:
     return {
-        **os.environ,
+        **processes.environment(),
         "PYTHONPATH": patched.pythonpath(str(REPO)),
         "CUDA_VISIBLE_DEVICES": "",  # fake tensors of one device kind: the CPU
         "OMP_NUM_THREADS": "1",

@@ -38,23 +38,28 @@ class DryTrainer(Trainer):
     ranks, needs values (``item``); the step runs inside.
 
     Args:
-        parallelised: called with the model's parts when they are sharded, before anything else.
+        parallelised: called with the model's parts when they are sharded, before anything else,
+            and with the config.
     """
 
     def __init__(
-        self, job: JobSpec, rank: int, parallelised: Callable[[Sequence[nn.Module]], None]
+        self,
+        job: JobSpec,
+        rank: int,
+        parallelised: Callable[[Sequence[nn.Module], Trainer.Config], None],
     ) -> None:
         self.job = job
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
         def make_fake(parts: Sequence[nn.Module]) -> None:
-            parallelised(parts)
+            parallelised(parts, config)
             with self._fake:
                 for part in parts:
                     part.to_empty(device="cpu")
 
         os.environ |= {"NGPU": str(job.ranks), "RANK": str(rank), "LOCAL_RANK": "0"}
-        super().__init__(_config(job, make_fake))
+        config = _config(job, make_fake)
+        super().__init__(config)
         if self.parallel_dims.pp_enabled:
             describe_stages(self.pp_schedule, job)
 
@@ -70,7 +75,7 @@ class DryTrainer(Trainer):
     ) -> None:
         """Run what ``train_step`` runs, without its look at the data and the loss."""
         parallel = self.parallel_dims
-        with self._fake, watching:
+        with self._fake, overrides.first_chunks(), watching:
             self.optimizers.zero_grad()
             self._forward_backward()
             with during("gradient norm"):

@@ -11,6 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torchtitan.trainer import Trainer
+
 from integration.dryrun import checks, memory, muon_plan, placements
 from integration.dryrun.recorder import Recorder
 from integration.dryrun.request import Request
@@ -38,11 +40,12 @@ def main(request_file: str, result_file: str) -> None:
         }
         files.write_json(result, found)
 
-    def parallelised(parts: Sequence) -> None:
+    def parallelised(parts: Sequence, config: Trainer.Config) -> None:
         found["placements"] = placements.rows(parts)
+        found["host"] = memory.host(parts, config, request.rank, job.ranks)
         found["checks"] = [asdict(check) for check in checks.of_placements(job, parts)]
         note("placements")
-        if request.placements_only:
+        if request.placements:
             raise _EnoughError
 
     job = request.job()

@@ -13,6 +13,7 @@ from integration.patchset.patch import Contribution
 BEGIN = "<!-- contributions:begin -->"
 END = "<!-- contributions:end -->"
 PROOF_BEGIN, PROOF_END = "<!-- proof:begin -->", "<!-- proof:end -->"
+PROOF_FILE = "CONTRIBUTING.md"
 Rows = Callable[[Sequence[Contribution]], str]
 
 

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from integration.ground import files
+from integration.ground.machine import look
 from integration.patchset.patch import Contribution
 
 
@@ -39,10 +40,11 @@ def machine() -> dict[str, str | int]:
         "processor": platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
     }
-    try:
-        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        gpus = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
-        found |= {"gpus": len(gpus), "gpu": gpus[0].strip()}
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        found["gpus"] = 0
-    return found
+    gpus = look(_gpus, [])
+    return found | {"gpus": len(gpus)} | ({"gpu": gpus[0]} if gpus else {})
+
+
+def _gpus() -> list[str]:
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60)
+    return [line.strip() for line in answer.stdout.splitlines() if line.strip()]

@@ -63,9 +63,9 @@ def _follow(root: Path, pairs: Pairs) -> tuple[dict[str, bytes], dict[str, str]]
         if named:
             written[file.relative_to(root).as_posix()] = _packed(record, file)
             files.update(named)
-    text, rows = _proof(root / "README.md", pairs)
+    text, rows = _proof(root / readme.PROOF_FILE, pairs)
     if rows:
-        written["README.md"] = text.encode()
+        written[readme.PROOF_FILE] = text.encode()
     places: dict[str, list[str]] = {name: [] for name in pairs if name in files or name in rows}
     for name, words in places.items():
         if count := files[name]:
@@ -127,7 +127,7 @@ def _packed(record: dict[str, Any], file: Path) -> bytes:
 
 
 def _proof(file: Path, reworded: Pairs) -> tuple[str, set[str]]:
-    """Return README's text with the new digits in the rows of the proof, and whose rows."""
+    """Return the file's text with the new digits in the rows of the proof, and whose rows."""
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     before, begin, rest = text.partition(readme.PROOF_BEGIN)
     body, end, after = rest.partition(readme.PROOF_END)

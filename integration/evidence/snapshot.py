@@ -27,11 +27,12 @@ from functools import cache
 from io import BytesIO
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import typer
+import tyro
 from rich.console import Console
 from rich.table import Table
+from tyro.conf import Positional
 
 from integration.ground import terminal
 from integration.ground.errors import UserError
@@ -319,14 +320,14 @@ def show(found: Peak, console: Console, rows: int) -> None:
     console.print(table)
 
 
-def main(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="A pickled allocator snapshot.")],
-    target: Annotated[
-        Path | None, typer.Argument(metavar="[OUT]", help="Where to keep it, trimmed: ….pickle.gz")
-    ] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Lines of the table.")] = 30,
-) -> None:
-    """Show what is allocated at the peak, and trim the snapshot."""
+def main(source: Positional[Path], target: Positional[Path | None] = None, rows: int = 30) -> None:
+    """Show what is allocated at the peak, and trim the snapshot.
+
+    Args:
+        source: A pickled allocator snapshot.
+        target: The file to write the trimmed snapshot to, NAME.pickle.gz.
+        rows: The lines of the table.
+    """
     snapshot = read(source)
     console = terminal.console(180)
     show(peak(snapshot), console, rows)
@@ -339,7 +340,7 @@ def main(
 
 if __name__ == "__main__":
     try:
-        typer.run(main)
+        tyro.cli(main)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

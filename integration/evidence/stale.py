@@ -1,4 +1,4 @@
-"""Evidence of a set of patches, not of one: ladders, profiles of whole trainings, README's proof.
+"""Evidence of a set of patches, not of one: ladders, profiles of trainings, the proof of the set.
 
 A file of it names its patches, ``"patches": {name: sha256}``, and so does each row of the proof. It
 counts only while each of them is stored as it was; a ladder and the proof, also while they name all
@@ -36,15 +36,17 @@ def stale(root: Path, contributions: Sequence[Contribution]) -> Iterator[Finding
         if not file.with_name(f"{file.name.partition('.')[0]}.json").is_file():
             yield from _compare(root, file, None, now, missing=set())
     short = {name: digest[:DIGITS] for name, digest in now.items()}
-    proven = _proven(root / "README.md")
-    if proven:  # else not recorded yet, as the README then says
+    proven = _proven(root / readme.PROOF_FILE)
+    if proven:  # else not recorded yet, as the file then says
         again = "integration test --prove --full --record"
         missing = set(now) - set(proven)
-        yield from _compare(root, root / "README.md", proven, short, missing, "stale proof", again)
+        yield from _compare(
+            root, root / readme.PROOF_FILE, proven, short, missing, "stale proof", again
+        )
 
 
 def _proven(file: Path) -> dict[str, str]:
-    """Return name -> the first digits of the sha256 for each row of README's proof."""
+    """Return name -> the first digits of the sha256 for each row of the proof of the set."""
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     body = text.partition(readme.PROOF_BEGIN)[2].partition(readme.PROOF_END)[0]
     return dict(re.findall(r"^\| (\w+) \|.*\| `([0-9a-f]+)` \|$", body, re.MULTILINE))

@@ -10,9 +10,10 @@ import gzip
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import tyro
+from tyro.conf import Positional
 
 from integration.ground.errors import UserError
 from integration.ground.files import replace_all
@@ -171,15 +172,19 @@ def _patches(file: Path, names: str | None) -> dict[str, str]:
 
 
 def main(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="A Chrome trace of torch.profiler.")],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="…/evidence/trace-NAME.json.gz")],
-    patches: Annotated[
-        str | None,
-        typer.Option(help="full, pristine, or NAME,NAME. Default: those of the run IN is of."),
-    ] = None,
-    command: Annotated[str, typer.Option(help="What was profiled, to be kept in the file.")] = "",
+    source: Positional[Path],
+    target: Positional[Path],
+    patches: str | None = None,
+    command: str = "",
 ) -> None:
-    """Trim a trace to less than 1 MB, bound to the patches that it was made on."""
+    """Trim a trace to less than 1 MB, bound to the patches that it was made on.
+
+    Args:
+        source: A Chrome trace of torch.profiler.
+        target: The file to write, evidence/trace-NAME.json.gz.
+        patches: The set: full, pristine, or NAME,NAME; that of the trace's run if none is given.
+        command: What was profiled, to be kept in the file.
+    """
     kept = trimmed(source, _patches(source, patches), command)
     data, shortest = packed(kept), kept["joined_below_us"]
     replace_all(target.parent, {target.name: data})
@@ -191,7 +196,7 @@ if __name__ == "__main__":
     import sys
 
     try:
-        typer.run(main)
+        tyro.cli(main)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -1,13 +1,29 @@
 """What the launcher must know of the machine. Torch is asked only where there is a GPU driver."""
 
 import os
+import resource
 import shutil
-import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from integration.ground.errors import UserError
+
+T = TypeVar("T")
+
+
+def look(at: Callable[[], T], otherwise: T) -> T:
+    """Return what ``at`` finds, or ``otherwise`` where it fails, in whatever way.
+
+    A look at the machine that only informs goes through here: a file of ``/proc`` that is missing,
+    unreadable or of another format, or a tool that hangs, ends no run.
+    """
+    try:
+        return at()
+    except Exception:
+        return otherwise
 
 
 def gpu_count() -> int:
@@ -20,7 +36,9 @@ def gpu_count() -> int:
         return 0
     code = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    return int(answer.stdout.strip() or 0) if answer.returncode == 0 else 0
+    # The last word: a sitecustomize of the user's may print as well.
+    words = answer.stdout.split() if answer.returncode == 0 else []
+    return int(words[-1]) if words and words[-1].isdigit() else 0
 
 
 def require_compiler() -> None:
@@ -37,36 +55,21 @@ def require_compiler() -> None:
         )
 
 
-def free_port(asked: int | None) -> int:
-    """Return ``asked`` or any free TCP port of 127.0.0.1.
-
-    Raises:
-        UserError: it is taken, or none is free.
-    """
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", asked or 0))
-        except (OSError, OverflowError) as error:
-            what = (
-                f"port {asked} of 127.0.0.1 cannot be used"
-                if asked
-                else "no free port on 127.0.0.1"
-            )
-            raise UserError(f"{what} ({error}); name another one with --port") from None
-        return probe.getsockname()[1]
-
-
 def cores() -> int:
     """Return the cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
 def peak_resident_set() -> int:
-    """Return this process's peak resident set in bytes.
+    """Return this process's peak resident set in bytes, as far as the kernel says.
 
-    Not ``getrusage``, whose peak survives ``exec``: a rank would report its launcher's.
+    ``VmHWM``; where a kernel has none, what ``getrusage`` says, whose peak survives ``exec``: a
+    rank then reports its launcher's, if that is larger.
     """
-    status = Path("/proc/self/status").read_text()
-    kib = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
-    return int(kib) * 1024
+
+    def high_water_mark() -> int:
+        status = Path("/proc/self/status").read_text()
+        kib = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
+        return int(kib) * 1024
+
+    return look(high_water_mark, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)

@@ -1,1 +1,1 @@
-"""What a job is (spec, shapes, layout, catalogue) and the cluster that it is planned for."""
+"""What a job is (spec, shapes, layout, catalogue), and the clusters that it runs on."""

@@ -6,17 +6,14 @@ seconds for that): they are killed, as is one that hangs.
 
 import gzip
 import json
-import os
 import re
 import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from integration.ground import machine
+from integration.ground import processes
 from integration.ground.paths import cache_dir
 from integration.ladder.layout import (
     KEPT_SNAPSHOT,
@@ -31,8 +28,6 @@ from integration.train import launch
 from integration.train.failure import diagnose, rank_folder
 from integration.train.run import Job, Run
 
-# A killed process's memory, the GPU's above all, is free once the process is gone.
-GONE_SECONDS = 30
 # There is no checkpoint to write: survivors of a dead rank need not wait for one.
 SHUTDOWN_SECONDS = 3
 # What a hung rank has to write its stack.
@@ -73,27 +68,19 @@ def measure(session: Session, rung: Rung, folder: Path) -> dict:
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "logs").mkdir(parents=True)
     run = Run(folder)
-    line = launch.command(
-        run,
-        replace(session.job, options=(*rung.options, *session.job.options)),
+    start = launch.Launch(
+        run=run,
+        job=replace(session.job, options=(*rung.options, *session.job.options)),
+        patched=patched,
         ranks=session.ranks,
-        port=machine.free_port(None),
-        color=False,
+        vocab=session.vocab,
         module=MODULE,
         shutdown_seconds=SHUTDOWN_SECONDS,
     )
-    env = launch.environment(
-        patched,
-        ranks=session.ranks,
-        vocab=session.vocab,
-        tokenizer=session.job.tokenizer,
-        layers=session.job.layers,
-        experts=session.job.experts,
-    )
     # What one rung has compiled, the next one finds.
-    env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
+    compiled = {"TORCHINDUCTOR_CACHE_DIR": str(cache_dir() / "inductor")}
     started = time.time()
-    result = _run(line, env, folder, session.timeout)
+    result = _run(start, compiled | start.environment(), session.timeout)
     result["start_s"] = result.pop("first_step_at") - started
     if session.traces is not None:
         _keep(folder, session.traces)
@@ -111,17 +98,9 @@ def _keep(folder: Path, traces: Path) -> None:
             target.write_bytes(gzip.compress(left.read_bytes()))
 
 
-def _run(line: Sequence[str], env: dict[str, str], folder: Path, timeout: float) -> dict:
-    logs, result = folder / "logs", folder / RESULT_FILE
-    with open(logs / launch.AGENT_LOG, "w") as agent_log:
-        torchrun = subprocess.Popen(
-            line,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=agent_log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+def _run(start: launch.Launch, env: dict[str, str], timeout: float) -> dict:
+    logs, result = start.run.folder / "logs", start.run.folder / RESULT_FILE
+    torchrun = start.start(env)
     end = time.monotonic() + timeout
     try:
         while not result.exists():
@@ -130,10 +109,11 @@ def _run(line: Sequence[str], env: dict[str, str], folder: Path, timeout: float)
                 output = (logs / launch.AGENT_LOG).read_text(errors="replace")
                 raise RungFailedError(_reason(diagnose(logs, output).sentence))
             if time.monotonic() > end:
-                raise RungFailedError(_hang(torchrun, logs, timeout))
+                raise RungFailedError(_hang(start.run.folder, timeout))
             time.sleep(0.05)
     finally:
-        _kill(torchrun)
+        processes.end(processes.of_run(start.run.folder))
+        torchrun.wait()
     return json.loads(result.read_text())
 
 
@@ -141,12 +121,13 @@ def _reason(sentence: str) -> str:
     return f"out of memory: {sentence}" if "OutOfMemoryError" in sentence else sentence
 
 
-def _hang(torchrun: subprocess.Popen, logs: Path, timeout: float) -> str:
+def _hang(folder: Path, timeout: float) -> str:
     """Say where rank 0 is, by its own stack."""
-    for pid in filter(_is_rank, _descendants(torchrun.pid)):
-        os.kill(pid, signal.SIGUSR2)
+    for process in processes.of_run(folder):
+        if _is_rank(process.pid):
+            process.send_signal(signal.SIGUSR2)
     time.sleep(STACK_SECONDS)
-    log = (rank_folder(logs, 0) or logs) / "stderr.log"
+    log = (rank_folder(folder / "logs", 0) or folder) / "stderr.log"
     text = log.read_text(errors="replace") if log.exists() else ""
     stack = text.rpartition("(most recent call first):")[2]
     where = list(dict.fromkeys(FRAME.findall(stack)))[:4]
@@ -162,46 +143,3 @@ def _is_rank(pid: int) -> bool:
         return False
     caught = re.search(r"^SigCgt:\s*(\w+)", status, re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (signal.SIGUSR2 - 1) & 1)
-
-
-def _kill(torchrun: subprocess.Popen) -> None:
-    """Kill torchrun and all below it, and wait until they are gone.
-
-    Torchrun first: it would take the end of a rank for a failure. Ranks have sessions of their own,
-    so a signal to torchrun's group would not reach them.
-    """
-    below = _descendants(torchrun.pid)
-    for pid in (torchrun.pid, *below):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    torchrun.wait()
-    end = time.monotonic() + GONE_SECONDS
-    while any(_alive(pid) for pid in below) and time.monotonic() < end:
-        time.sleep(0.05)
-
-
-def _descendants(pid: int) -> list[int]:
-    """Return the processes below ``pid``, whatever their sessions."""
-    below: dict[int, list[int]] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        if (fields := _stat(int(folder.name))) is not None:
-            below.setdefault(int(fields[1]), []).append(int(folder.name))
-    found = [pid]
-    for each in found:  # grows on the way
-        found += below.get(each, [])
-    return found[1:]
-
-
-def _alive(pid: int) -> bool:
-    fields = _stat(pid)
-    return fields is not None and fields[0] != "Z"
-
-
-def _stat(pid: int) -> list[str] | None:
-    """Return state, parent and so on of a process; None where there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None

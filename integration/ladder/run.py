@@ -1,5 +1,6 @@
 """``integration ladder``: climb it, in rounds, save after each rung, print the table. No torch."""
 
+import re
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -7,16 +8,20 @@ from dataclasses import dataclass, replace
 from datetime import date, datetime
 from functools import partial
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console
+from tyro.conf import Suppress
 
 from integration.data import source as job_data
 from integration.evidence import record as evidence
 from integration.ground import machine, terminal
 from integration.ground.errors import UserError
+from integration.ground.options import Config, Experts, Layers, Rest, at_least
 from integration.ground.paths import REPO, outputs_dir
 from integration.jobs import catalog
+from integration.jobs.spec import JobSpec
 from integration.ladder import numbers, rungs, table
 from integration.ladder.keep import keep
 from integration.ladder.measure import RungFailedError, Session, measure
@@ -33,35 +38,72 @@ EVIDENCE = REPO / "integration" / "evidence"
 # What the ladder itself decides, and by which option of its own.
 OURS = {
     "--training.steps": "--steps",
-    "--training.seq-len": "--seq-len",
     "--checkpoint.enable": "nothing: a ladder saves no weights",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One call of ``integration ladder``."""
+    """Train CONFIG from pristine to the full set, contribution by contribution, and compare.
 
-    config: str
-    only: Only
-    names: tuple[str, ...]
-    steps: int
-    warmup: int
-    rounds: int
-    timeout: float
-    stop_after: float | None  # minutes
-    ranks: int | None
-    layers: int | None
-    experts: int | None
-    seq_len: int | None
-    whole_documents: bool
-    label: str
-    traces: bool
-    record: bool
-    resume: Path | None
-    retry: bool
-    options: tuple[str, ...]
-    command: str
+    What follows `--` goes to TorchTitan.
+    """
+
+    config: Config = "mini"
+    only: Only = Only.ALL
+    """Add one by one, leave out one of the full set, both, or only the full set."""
+    names: tuple[str, ...] = ()
+    """Add and leave out only these contributions."""
+    steps: int = 4
+    """The measured steps of a run."""
+    warmup: int = 2
+    """The steps before them."""
+    rounds: int = 1
+    """The runs of a rung: up the ladder, down, up, and so on."""
+    timeout: float = 180
+    """The seconds after which a run is taken to hang."""
+    stop_after: float | None = None
+    """The minutes after which no further run is started."""
+    ranks: int | None = None
+    """The number of processes; one a GPU if none is given, or 2 on a CPU."""
+    layers: Layers = None
+    experts: Experts = None
+    whole_documents: bool = False
+    """Fill each sequence with one document, and report the model FLOP utilisation."""
+    traces: bool = False
+    """On a GPU: keep a Chrome trace and the allocator's history of a step of each rung."""
+    record: bool = False
+    """Keep the result in integration/evidence."""
+    label: str = ""
+    """What sets this ladder apart from others of CONFIG, in its file's name and the report."""
+    resume: Path | None = None
+    """Go on with the ladder of this JSON file."""
+    retry: bool = False
+    """With --resume: also try again what could not run."""
+    options: Rest = ()
+    command: Suppress[str] = ""  # the whole command line
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "steps", "rounds", "timeout", "ranks", "layers", "experts")
+        at_least(0, self, "warmup", "stop_after")
+        if not re.fullmatch(r"[a-z0-9-]*", self.label):
+            raise UserError(
+                f"--label must be of a-z, 0-9 and hyphens, as part of a file's name, got "
+                f"{self.label!r}; nothing was run"
+            )
+        if self.retry and self.resume is None:
+            raise UserError(
+                "expected --resume FILE with --retry, got --retry alone; only a ladder that goes "
+                "on has rungs to try again, and nothing was run: add --resume FILE"
+            )
+
+    @property
+    def whole_command(self) -> str:
+        """The command that makes the whole ladder: without what goes on or stops half-way."""
+        return re.sub(r" --(resume|stop-after)[ =]\S+| --retry\b", "", self.command)
+
+    def run(self) -> int:
+        return 0 if run(self) else 1
 
 
 def run(request: Request) -> bool:
@@ -71,8 +113,7 @@ def run(request: Request) -> bool:
         UserError: what the user can mend, or no rung ran.
     """
     job = catalog.find(request.config, layers=request.layers, experts=request.experts)
-    if request.seq_len is not None:
-        job = replace(job, seq_len=request.seq_len)
+    job = _with_seq_len(job, request.options)
     _refuse(request, pipeline=job.layout.pp)
     gpus = machine.gpu_count()
     if gpus:
@@ -91,7 +132,6 @@ def run(request: Request) -> bool:
     recorded = 1 if gpus and request.traces else 0
     own = (
         f"--training.steps={request.warmup + request.steps + profiled}",
-        f"--training.seq_len={job.seq_len}",
         f"--warmup={request.warmup}",
         f"--profiled={profiled}",
         f"--recorded={recorded}",
@@ -120,7 +160,7 @@ def run(request: Request) -> bool:
         torch=version("torch"),
         torchtitan=version("torchtitan"),
         patches={c.name: c.sha256 for c in contributions},
-        command=request.command,
+        command=request.whole_command,
         whole_documents=request.whole_documents,
         label=request.label,
         date=date.today().isoformat(),
@@ -154,6 +194,15 @@ def run(request: Request) -> bool:
     save()
     table.show(ladder, wanted, console)
     return _conclude(ladder, wanted, path, request.record, console)
+
+
+def _with_seq_len(job: JobSpec, options: Sequence[str]) -> JobSpec:
+    """Return ``job`` with the last ``--training.seq_len`` among TorchTitan's ``options``."""
+    words = [part for option in options for part in option.split("=", 1)]
+    for name, value in pairwise(words):
+        if name.replace("-", "_") == "__training.seq_len" and value.isdigit() and int(value):
+            job = replace(job, seq_len=int(value))
+    return job
 
 
 def _refuse(request: Request, *, pipeline: int) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from integration.ground.errors import UserError
 from integration.ladder import order
 from integration.ladder.order import Place
 from integration.patchset import repository
@@ -122,18 +121,3 @@ def reference(rungs: Sequence[Rung], rung: Rung, ran: Sequence[Rung]) -> Rung | 
         return next((r for r in ran if r.kind in SETS and len(r.names) == most and most), None)
     below = [r for r in rungs[: rungs.index(rung)] if r.kind in SETS and r in ran]
     return below[-1] if below else None
-
-
-def require_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Return ``--names`` split at commas.
-
-    Raises:
-        UserError: there is nothing between two commas.
-    """
-    split = tuple(name.strip() for value in names for name in value.split(","))
-    if not all(split):
-        raise UserError(
-            f"--names expects contributions with commas between, got {','.join(names)!r}; nothing "
-            "was run: `integration patches list` shows them"
-        )
-    return split

@@ -16,13 +16,14 @@ import fcntl
 import json
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from integration.ground import paths
+from integration.ground import paths, processes
 from integration.ground.errors import UserError
 from integration.patchset import git, repository
 from integration.patchset import pins as pins_module
@@ -54,8 +55,8 @@ class Overlay:
         return os.pathsep.join([str(self.path), *kept] if self.path else kept)
 
     def environment(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Return ``base`` (this process's environment by default) with the overlay switched on."""
-        env = dict(os.environ if base is None else base)
+        """Return ``base`` (by default what a training inherits) with the overlay switched on."""
+        env = dict(processes.environment() if base is None else base)
         env["PYTHONPATH"] = self.pythonpath(env.get("PYTHONPATH", ""))
         if not env["PYTHONPATH"]:
             del env["PYTHONPATH"]
@@ -85,6 +86,8 @@ def build(names: Sequence[str] | None = None) -> Overlay:
         return Overlay(None, (), fingerprint)
 
     final = paths.cache_dir() / "overlays" / fingerprint
+    for path, variable in ((final, " (INTEGRATION_CACHE)"), (paths.REPO, "")):
+        _refuse_separator(path, variable)
     if not final.is_dir():
         try:
             _build_at(final, manifest, pins, sites, chosen)
@@ -95,6 +98,34 @@ def build(names: Sequence[str] | None = None) -> Overlay:
             ) from error
     _refuse_edited(final)
     return Overlay(final, set_names, fingerprint)
+
+
+def _refuse_separator(path: Path, variable: str) -> None:
+    if os.pathsep in str(path):
+        raise UserError(
+            f"expected a folder that PYTHONPATH can hold, got {path}{variable}: it has a "
+            f"{os.pathsep!r}, at which Python splits the path, and would import the pins "
+            f"unpatched; no overlay was built: name another folder"
+        )
+
+
+def refuse_other_modules(final: Path) -> None:
+    """Refuse an imported module that the overlay patches, where it comes from elsewhere.
+
+    Raises:
+        UserError: with the module, and the file that it comes from.
+    """
+    files = _manifest_of(final)["files"]
+    for name, module in list(sys.modules.items()):
+        path = name.replace(".", "/")
+        for relative in (f"{path}.py", f"{path}/__init__.py"):
+            found = getattr(module, "__file__", None)
+            if relative in files and found and Path(found) != final / relative:
+                raise UserError(
+                    f"expected {name} from the overlay {final}, found {found}; the run would train "
+                    f"without its patches: take what comes first off PYTHONPATH "
+                    f"({os.environ.get('PYTHONPATH', 'not set')})"
+                )
 
 
 def _build_at(
@@ -201,7 +232,7 @@ def _hashes(folder: Path, chosen: Sequence[Contribution]) -> dict[str, str]:
 def _refuse_edited(final: Path) -> None:
     """An overlay is what its name says; measurements of an edited one would be of nothing."""
     try:
-        files = json.loads((final / MANIFEST).read_text())["files"]
+        files = _manifest_of(final)["files"]
         edited = [p for p, digest in files.items() if sha256((final / p).read_bytes()) != digest]
     except (OSError, ValueError, KeyError):
         edited = [MANIFEST]
@@ -210,6 +241,10 @@ def _refuse_edited(final: Path) -> None:
             f"expected the overlay as it was built, found {edited[0]} edited since; it no longer "
             f"holds its patches: move your edit to a patch and run `rm -r {final}`"
         )
+
+
+def _manifest_of(final: Path) -> dict[str, dict[str, str]]:
+    return json.loads((final / MANIFEST).read_text())
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.metadata
+import os
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -63,12 +64,15 @@ class Pin:
             ) from None
         # A local version ("2.14.1+cpu") is the same source built otherwise; the hashes of the
         # touched files decide whether the patches fit.
-        if distribution.version.split("+")[0] != self.version:
-            raise UserError(
-                f"{expected}, found {distribution.version} installed; its patches do not fit "
-                f"that version: run `{command}`"
-            )
         site = Path(str(distribution.locate_file(""))).resolve()
+        if distribution.version.split("+")[0] != self.version:
+            where, mend = "installed", f"run `{command}`"
+            if _on_pythonpath(site):  # nothing that is installed would come before it
+                where, mend = f"in {site}, first by PYTHONPATH", "take that off PYTHONPATH"
+            raise UserError(
+                f"{expected}, found {distribution.version} {where}; its patches do not fit "
+                f"that version: {mend}"
+            )
         if not (site / self.package).is_dir():
             raise UserError(
                 f"{expected}, found its metadata in {site} but no folder {self.package} there (an "
@@ -89,6 +93,11 @@ class Pin:
             if found != expected:
                 result.append((path, expected, found))
         return result
+
+
+def _on_pythonpath(site: Path) -> bool:
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return any(entry and Path(entry).resolve() == site for entry in entries)
 
 
 def refuse_changed(pin: Pin, site: Path, touched: Iterable[str]) -> None:

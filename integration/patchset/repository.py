@@ -1,5 +1,6 @@
 """All contributions of the repository, in series order, and sets of them."""
 
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -125,18 +126,19 @@ def find(
 ) -> tuple[Contribution, ...]:
     """Return exactly the contributions called ``names`` (all for None), in series order.
 
-    ``upstream/name`` is accepted for ``name``.
+    ``upstream/name`` is accepted for ``name``, and one of ``names`` may hold several, with commas
+    between.
     """
     if names is None:
         return tuple(contributions)
     known = {contribution.name: contribution for contribution in contributions}
     wanted = set()
-    for asked in names:
+    for asked in (part.strip() for name in names for part in name.split(",")):
         upstream, _, name = asked.rpartition("/")
         if name not in known or upstream not in ("", known[name].upstream):
             full = [f"{c.upstream}/{c.name}" for c in contributions] if upstream else list(known)
             raise UserError(
-                f"unknown contribution {asked}{nearest(asked, full)} "
+                f"unknown contribution {asked or repr(asked)}{nearest(asked, full)} "
                 f"(`integration patches list` shows all)"
             )
         wanted.add(name)
@@ -158,6 +160,30 @@ def leave_out(
     return tuple(
         c for c in contributions if gone.isdisjoint(n.name for n in close(contributions, [c.name]))
     )
+
+
+def without(names: Sequence[str]) -> tuple[str, ...] | None:
+    """Return what every verb keeps for ``--without``: the names of the set, in series order.
+
+    What requires one of ``names`` cannot stay. The user is told so on stderr, as some verbs print
+    a script or JSON on stdout.
+
+    Returns:
+        The names; None, which stands for all of them, where ``names`` is empty.
+
+    Raises:
+        UserError: there is no contribution of that name.
+    """
+    if not names:
+        return None
+    every = load()
+    asked = {c.name for c in find(every, names)}
+    kept = tuple(c.name for c in leave_out(every, asked))
+    if also := [c.name for c in every if c.name not in asked.union(kept)]:
+        print(
+            f"left out too, as they require {', '.join(names)}: {', '.join(also)}", file=sys.stderr
+        )
+    return kept
 
 
 def close(contributions: Sequence[Contribution], names: Iterable[str]) -> tuple[Contribution, ...]:

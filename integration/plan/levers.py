@@ -1,9 +1,8 @@
 """The contributions that change what the planner counts, each on or off."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields, replace
 
-from integration.ground.errors import UserError, nearest
 from integration.jobs.spec import JobSpec
 
 
@@ -25,18 +24,15 @@ class Levers:
     def names(cls) -> list[str]:
         return [field.name for field in fields(cls)]
 
-    def without(self, *left_out: str) -> "Levers":
-        """Return these levers with some off.
+    @classmethod
+    def of(cls, names: Collection[str] | None) -> "Levers":
+        """Return the levers of the set of contributions called ``names``; None stands for all."""
+        return cls() if names is None else cls(**{name: name in names for name in cls.names()})
 
-        Raises:
-            UserError: one is unknown here.
-        """
-        for name in left_out:
-            if name not in self.names():
-                raise UserError(
-                    f"--without {name} changes nothing here{nearest(name, self.names())}"
-                )
-        return replace(self, **dict.fromkeys(left_out, False))
+    def without(self, *left_out: str) -> "Levers":
+        """Return these levers with some off. Contributions that the planner does not count change
+        nothing."""
+        return replace(self, **{name: False for name in left_out if name in self.names()})
 
     @classmethod
     def none(cls) -> "Levers":

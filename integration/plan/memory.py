@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from integration.ground.units import GIB
 from integration.jobs.cluster import Cluster
 from integration.jobs.spec import JobSpec
-from integration.plan import activations, muon
+from integration.plan import activations, host, muon
 from integration.plan.activations import BF16, FP32
+from integration.plan.host import OnHost, Rounding, Shard
 from integration.plan.levers import Levers, uses_muon
 from integration.plan.params import (
     Held,
@@ -74,7 +75,7 @@ def of_rank(job: JobSpec, cluster: Cluster, levers: Levers, rank: int) -> RankMe
     return RankMemory(
         rank=rank,
         moments=moments,
-        host=_host(job, cluster, levers, place.stage, mine, state),
+        host=_host(job, cluster, levers, place.stage, mine),
     )
 
 
@@ -117,12 +118,20 @@ def rope_bytes(job: JobSpec, levers: Levers, stage: int) -> int:
 
 
 def boundaries(job: JobSpec, stage: int) -> int:
-    """Layer inputs that a stage keeps: one a layer and a microbatch in flight.
+    """Layer inputs that a stage keeps: one a layer and a microbatch in flight."""
+    return layers_of_stage(job, stage) * _in_flight(job, stage)
 
-    1F1B has ``pp - stage`` microbatches in flight on stage ``stage`` (arXiv 2104.04473).
-    """
-    flight = min(activations.microbatches(job), job.layout.pp - stage)
-    return layers_of_stage(job, stage) * flight
+
+def _in_flight(job: JobSpec, stage: int) -> int:
+    return host.in_flight(activations.microbatches(job), job.layout.pp, stage)
+
+
+def _offloaded(job: JobSpec, levers: Levers, stage: int) -> int:
+    """Layer inputs of a stage that are on the host."""
+    if not offloads(job, levers):
+        return 0
+    layers, size = layers_of_stage(job, stage), activations.boundary_bytes(job)
+    return host.offloaded([layers], _in_flight(job, stage), size, most_gib=host.POOL_GIB)
 
 
 def groups(job: JobSpec) -> int:
@@ -139,22 +148,33 @@ def groups(job: JobSpec) -> int:
     return 2 * (job.ranks > 1) + sum(degree > 1 for degree in degrees)
 
 
-def pinned(numbers: list[tuple[int, float]]) -> int:
-    """Bytes that ``(count, bytes)`` tensors pin: each is rounded up to a power of two.
+def shards(job: JobSpec, levers: Levers, mine: list[Held]) -> list[Shard]:
+    """Return what a rank holds as its host counts it."""
+    whole = job.layout.dp_shard(job.ranks) * job.layout.tp == 1
+    under_muon = uses_muon(job, levers)
+    return [
+        Shard(
+            size=FP32 * h.numel,
+            states=1 if under_muon and h.kind.muon else 2,
+            count=h.count,
+            muon=under_muon and h.kind.muon,
+            whole=whole or h.kind.role == "expert",
+            rows=h.kind.rows,
+            columns=h.kind.columns,
+        )
+        for h in mine
+    ]
 
-    Source: torch's CachingHostAllocator; pytorch issues 150517, 171662.
-    """
-    return sum(count * _power_of_two(size) for count, size in numbers)
 
-
-def pool_bytes(size: int) -> int:
-    """Bytes that one buffer of ``activation_offload``'s pool takes: an eighth of a power of two."""
-    step = max(4096, _power_of_two(size) // 16)
-    return -(-size // step) * step
-
-
-def _power_of_two(size: float) -> int:
-    return 1 << max(0, int(size) - 1).bit_length()
+def on_host(job: JobSpec, levers: Levers, stage: int) -> OnHost:
+    """Return what of the job is on the host of a rank of ``stage``."""
+    return OnHost(
+        model=job.cpu_offload,
+        pinned=job.cpu_offload,
+        streamed=muon.streams(job, levers),
+        boundary=activations.boundary_bytes(job),
+        boundaries=_offloaded(job, levers, stage),
+    )
 
 
 def sharded_state(job: JobSpec, levers: Levers, mine: list[Held]) -> dict[str, float]:
@@ -172,10 +192,11 @@ def sharded_state(job: JobSpec, levers: Levers, mine: list[Held]) -> dict[str, f
 
 
 def _boundaries_on_gpu(job: JobSpec, levers: Levers, stage: int) -> float:
-    """All, or with offload the last layer's, the one on its way out or in, and the one in use."""
+    """All; with offload what stays (the last layer's, and what the pool has no room for), the one
+    on its way out or in, and the one in use."""
     count, one = boundaries(job, stage), activations.boundary_bytes(job)
     if offloads(job, levers):
-        return float(min(count, 3) * one)
+        return float(min(count, count - _offloaded(job, levers, stage) + 2) * one)
     kept = activations.selective_bytes(job) if job.checkpointing == "selective" else 0
     return float(count * (one + kept))
 
@@ -187,7 +208,7 @@ def _moments(job: JobSpec, levers: Levers, rank: int) -> dict[str, dict[str, flo
     layers are there, the second one's offloaded shards in fp32 as well, and the layer behind is
     still being reduced. Of two layers, the one that is computed has another either ahead or behind.
     reduction: the layer's bf16 gradients are complete and copied to fp32 to be reduced.
-    loss: the head and one chunk of logits, the gradient of the head, the last layer prefetched.
+    loss: the head and one chunk of logits, and the gradient of the head.
     optimizer: the largest batch of matrices in Newton-Schulz.
     """
     place = Place.of(job, rank)
@@ -211,7 +232,7 @@ def _moments(job: JobSpec, levers: Levers, rank: int) -> dict[str, dict[str, flo
         head = head_gathered(job)
         chunk = activations.tokens(job) * job.layout.tp // job.loss_chunks
         hidden = activations.tokens(job) * job.shape.hidden
-        held_weights = weights if job.layout.pp > 1 else BF16 * (head + layer)
+        held_weights = weights if job.layout.pp > 1 else BF16 * head
         moments["loss"] = {
             "gathered weights and prefetch": held_weights,
             "gradients being reduced": accumulated + (BF16 + FP32) * head,
@@ -259,7 +280,7 @@ def _optimizer_moment(job: JobSpec, levers: Levers, rank: int) -> dict[str, floa
     if not uses_muon(job, levers) or (job.cpu_offload and not levers.muon_gpu_newton_schulz):
         return {}
     batch = 0 if job.cpu_offload else BF16
-    return {"Newton-Schulz": (batch + muon.SCRATCH_BYTES) * muon.largest_batch(job, rank)}
+    return {"Newton-Schulz": (batch + muon.SCRATCH_BYTES) * _largest_batch(job, levers, rank)}
 
 
 def _muon_buffers(job: JobSpec, cluster: Cluster, levers: Levers, rank: int) -> dict[str, float]:
@@ -267,35 +288,23 @@ def _muon_buffers(job: JobSpec, cluster: Cluster, levers: Levers, rank: int) -> 
     split = muon.split(job, cluster, levers)
     if split is None:
         return {}
-    batches = muon.BATCHES_IN_FLIGHT * split.buffers * muon.largest_batch(job, rank)
+    batches = host.SLOTS * split.buffers * _largest_batch(job, levers, rank)
     return {MUON_BUFFERS: batches + muon.exchange_bytes(job)}
 
 
+def _largest_batch(job: JobSpec, levers: Levers, rank: int) -> int:
+    return host.largest_batch(shards(job, levers, held(job, Place.of(job, rank))))
+
+
 def _host(
-    job: JobSpec,
-    cluster: Cluster,
-    levers: Levers,
-    stage: int,
-    mine: list[Held],
-    state: dict[str, float],
+    job: JobSpec, cluster: Cluster, levers: Levers, stage: int, mine: list[Held]
 ) -> dict[str, float]:
-    """Host memory. FSDP2 pins the offloaded parameters and the gradients it copies out, each
-    tensor rounded up; the optimizer's state is ordinary memory (``zeros_like``)."""
-    items = {"process": cluster.host.base_gib * GIB}
-    if job.cpu_offload:
-        once = pinned([(h.count, FP32 * h.numel) for h in mine])
-        items |= {
-            "parameters, pinned": float(once),
-            "gradients, pinned": float(once),
-            "optimizer state": state["optimizer state"],
-        }
-    if offloads(job, levers):
-        # The last layer's input stays on the GPU: backward wants it at once.
-        count = max(0, boundaries(job, stage) - 1)
-        items["boundary activations, pinned"] = float(
-            count * pool_bytes(activations.boundary_bytes(job))
-        )
-    return items
+    items = on_host(job, levers, stage).items(shards(job, levers, mine))
+    rounding = Rounding()
+    return {
+        "process": cluster.host.base_gib * GIB,
+        **{item.label: float(item.held(rounding)) for item in items},
+    }
 
 
 def gathered_bytes(job: JobSpec, kind: Kind) -> int:

@@ -1,16 +1,13 @@
 """Muon's part of a step: floating-point work, and how an offloaded update is split."""
 
-from collections import Counter
 from dataclasses import dataclass
 
 from integration.jobs.cluster import Cluster
 from integration.jobs.spec import JobSpec
 from integration.plan.levers import Levers, uses_muon
-from integration.plan.params import Place, gathered_numel, held, kinds
+from integration.plan.params import Place, held, kinds
 
 GIGA = 1e9
-# DistMuon's default, and the batches that its pipeline has in flight.
-MATRICES_A_BATCH, BATCHES_IN_FLIGHT = 8, 3
 # Newton-Schulz' own memory: measured, 713 MB for nine matrices of 1792 x 6144.
 SCRATCH_BYTES = 7.2
 NEWTON_SCHULZ_STEPS = 5
@@ -51,32 +48,16 @@ SPLITS = (
 )
 
 
+def streams(job: JobSpec, levers: Levers) -> bool:
+    """Whether offloaded parameters pass through the GPU to be updated."""
+    return job.cpu_offload and uses_muon(job, levers) and levers.muon_gpu_newton_schulz
+
+
 def split(job: JobSpec, cluster: Cluster, levers: Levers) -> Split | None:
     """Return the quickest split, as the patch finds it by timing; None where nothing streams."""
-    if not (job.cpu_offload and uses_muon(job, levers) and levers.muon_gpu_newton_schulz):
+    if not streams(job, levers):
         return None
     return min(SPLITS, key=lambda each: each.seconds(cluster, job.ranks))
-
-
-def largest_batch(job: JobSpec, rank: int) -> int:
-    """Elements of the largest batch of matrices that are whole on this rank.
-
-    Matrices of one shape, either way round, make ``n // 8`` batches, or one where there are fewer:
-    four of the attention's in one batch are more than eight experts. Source:
-    distributed/flex_shard/_matrix_batches.py of ``dist_muon_batched_compute``.
-    """
-    whole_dense = job.layout.dp_shard(job.ranks) * job.layout.tp == 1
-    total: Counter[tuple[int, int]] = Counter()
-    for mine in held(job, Place.of(job, rank)):
-        kind = mine.kind
-        if kind.muon and (kind.role == "expert" or whole_dense):
-            sides = (min(kind.rows, kind.columns), max(kind.rows, kind.columns))
-            total[sides] += mine.count * mine.numel // (kind.rows * kind.columns)
-    largest = 0
-    for (short, long), n in total.items():
-        batches = max(1, n // MATRICES_A_BATCH)
-        largest = max(largest, -(-n // batches) * short * long)
-    return largest
 
 
 def exchange_bytes(job: JobSpec) -> float:
@@ -90,8 +71,8 @@ def exchange_bytes(job: JobSpec) -> float:
     dense = [kind for kind in kinds(job) if kind.muon and kind.role == "layer"]
     if ranks == 1 or not dense:
         return 0.0
-    layer = sum(gathered_numel(job, kind) for kind in dense)
-    largest = max(gathered_numel(job, kind) for kind in dense)
+    sizes = [kind.numel // (job.layout.tp if kind.tp else 1) for kind in dense]
+    layer, largest = sum(sizes), max(sizes)
     computed = layer if ranks <= job.shape.layers else largest
     return 2 * 4.0 * (layer / ranks + computed) + 3 * 4.0 * largest / ranks
 

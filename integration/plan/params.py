@@ -103,10 +103,14 @@ def local_numel(job: JobSpec, kind: Kind, fsdp_index: int = 0) -> int:
 
 
 def gathered_numel(job: JobSpec, kind: Kind) -> int:
-    """Elements of one parameter of ``kind`` once FSDP has gathered it."""
-    if kind.role == "expert":
-        return kind.numel // job.layout.ep
-    return kind.numel // (job.layout.tp if kind.tp else 1)
+    """Elements of one parameter of ``kind`` once FSDP has gathered it.
+
+    Shards are padded to member 0's (``_fsdp_param.py``, ``padded_sharded_size``): six experts over
+    four ranks are gathered as eight.
+    """
+    expert = kind.role == "expert"
+    degree = job.layout.efsdp(job.ranks) if expert else job.layout.dp_shard(job.ranks)
+    return degree * local_numel(job, kind)
 
 
 def layers_of_stage(job: JobSpec, stage: int) -> int:

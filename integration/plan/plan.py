@@ -12,6 +12,8 @@ from integration.plan.memory import RankMemory
 from integration.plan.step_time import StepTime
 from integration.plan.traffic import Flow
 
+DOES_NOT_FIT = 3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -29,6 +31,11 @@ class Plan:
     @property
     def fits(self) -> bool:
         return not self.too_large
+
+    @property
+    def exit_code(self) -> int:
+        """What ``integration plan`` ends with: 0, or 3 where the job does not fit."""
+        return 0 if self.fits else DOES_NOT_FIT
 
     @property
     def too_large(self) -> list[str]:

@@ -164,7 +164,7 @@ def arithmetic(plan: Plan) -> list[str]:
     """Say in sentences what the expert weights cost on the network, and which lever moves it."""
     network, experts = plan.cluster.network, expert_traffic(plan)
     step = plan.time.tokens_per_gpu / PUBLISHED_TOKENS_PER_SECOND
-    faster = replace(plan.cluster, network=replace(network, gb_s=2 * network.gb_s))
+    faster = plan.cluster.with_hardware(network=replace(network, gb_s=2 * network.gb_s))
     at_twice = make(plan.job, faster, plan.levers)
     wider = replace(plan.job, sequences=2 * plan.job.sequences)
     doubled = make(wider, plan.cluster, plan.levers)

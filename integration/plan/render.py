@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from integration.ground.units import GIB
+from integration.ground.units import GIB, gib
 from integration.plan import traffic
 from integration.plan.plan import Change, Plan
 from integration.plan.published import Figure
@@ -50,10 +50,10 @@ def memory_table(plan: Plan) -> Table:
     ):
         mine, most = getattr(plan.rank, where), getattr(plan.worst, where)
         for item in dict.fromkeys([*mine, *most]):
-            table.add_row(item, _gib(mine.get(item, 0.0)), _gib(most.get(item, 0.0)), "")
+            table.add_row(item, gib(mine.get(item, 0.0)), gib(most.get(item, 0.0)), "")
         name = f"GPU, at {plan.worst.moment}" if where == "hbm" else "host"
         totals = (sum(mine.values()), sum(most.values()))
-        row = [f"[bold]{name}[/]", *(f"[bold]{_gib(n)}[/]" for n in totals), f"{limit:.1f}"]
+        row = [f"[bold]{name}[/]", *(f"[bold]{gib(n)}[/]" for n in totals), f"{limit:.1f}"]
         table.add_row(*row, end_section=True)
     return table
 
@@ -123,10 +123,6 @@ def _table(title: str, *columns: str) -> Table:
         text = column in ("bound by", "busy beside it", "because")
         table.add_column(column, justify="left" if text else "right")
     return table
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.2f}"
 
 
 def _gb(size: float) -> str:

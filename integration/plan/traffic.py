@@ -163,14 +163,15 @@ def _muon(job: JobSpec, levers: Levers, mesh: dict[str, Axis], place: Place) -> 
     """
     if not uses_muon(job, levers):
         return []
-    found = []
+    layout, found = job.layout, []
     for mine in held(job, place):
-        expert = mine.kind.role == "expert"
-        whole = job.layout.efsdp(job.ranks) * job.layout.ep <= job.shape.experts
-        if not mine.kind.muon or (expert and whole):
+        kind, expert = mine.kind, mine.kind.role == "expert"
+        whole = layout.efsdp(job.ranks) * layout.ep <= job.shape.experts
+        if not kind.muon or (expert and whole):
             continue
         axis = mesh["efsdp" if expert else "dp_shard"]
-        sent = 2.0 * FP32 * mine.count * mine.numel
+        matrices = kind.numel / layout.ep if expert else kind.numel / (layout.tp if kind.tp else 1)
+        sent = 2.0 * FP32 * mine.count * matrices / axis.degree
         part = "experts" if expert else "dense"
         found += _both(MUON, part, axis.all_to_all(sent))
     return found

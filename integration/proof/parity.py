@@ -103,11 +103,14 @@ def curve(names: Sequence[str], folder: Path, *, ranks: int) -> Curve:
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder, prefix="run-") as run_folder:
         run = Run(Path(run_folder))
-        line = launch.command(run, job, ranks=ranks, port=machine.free_port(None), color=False)
-        env = launch.environment(
-            patched, ranks=ranks, vocab=data.tokenizer_size(tokenizer), tokenizer=job.tokenizer
+        start = launch.Launch(
+            run=run,
+            job=job,
+            patched=patched,
+            ranks=ranks,
+            vocab=data.tokenizer_size(tokenizer),
         )
-        ended = launch.launch(run, line, env, show=launch.Show.NOTHING)
+        ended = launch.launch(start, show=launch.Show.NOTHING)
         if failure := launch.explain(run, ended):
             raise failure
         tb = run.folder / "tb"

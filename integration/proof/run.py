@@ -64,9 +64,11 @@ def run(names: Sequence[str], *, prove: bool, full: bool, project: bool, record:
         console.print(shown, table_module.legend(parities))
         if record and good and not names:
             table_module.write(proof, parities)
-            console.print("README.md: proof written")
+            console.print("CONTRIBUTING.md: proof written")
         elif record:
-            console.print("README.md: proof not written: it is of the whole set, when all holds")
+            console.print(
+                "CONTRIBUTING.md: no proof written: it is of the whole set, when all holds"
+            )
     _report(console, verdicts, parities, brief=prove and full)
     return good
 

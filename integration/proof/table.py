@@ -95,18 +95,19 @@ def legend(parities: Sequence[Parity]) -> str:
 
 
 def write(table: Sequence[Row], parities: Sequence[Parity]) -> None:
-    """Put the table into README.md, with date, machine and the patches' hashes."""
+    """Put the table into CONTRIBUTING.md, with date, machine and the patches' hashes."""
     machine = ", ".join(f"{key} {value}" for key, value in evidence.machine().items())
     lines = [f"| contribution | {' | '.join(COLUMNS)} | patch |", "|---" * (len(COLUMNS) + 2) + "|"]
     lines += [f"| {r.name} | {' | '.join(r.cells)} | `{r.sha256[:DIGITS]}` |" for r in table]
     told = f"`integration test --prove --full --record`, {datetime.date.today()}, {machine}."
     body = "\n".join([*lines, "", f"{told} {legend(parities)}"])
-    file = paths.REPO / "README.md"
+    file = paths.REPO / readme.PROOF_FILE
     text = file.read_text(encoding="utf-8")
     new = readme.with_body(text, readme.PROOF_BEGIN, readme.PROOF_END, lambda: body)
     if new is None:
         raise UserError(
-            f"expected the lines {readme.PROOF_BEGIN} and {readme.PROOF_END} in README.md, found "
-            f"none; the proof has no place there: add them where a reviewer looks first"
+            f"expected the lines {readme.PROOF_BEGIN} and {readme.PROOF_END} in "
+            f"{readme.PROOF_FILE}, found none; the proof has no place there: add them where a "
+            f"reviewer looks first"
         )
     file.write_text(new, encoding="utf-8")

@@ -14,6 +14,8 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.utils import device_type
 
+from integration.plan.host import POOL_GIB
+
 
 def options(config: type, **values: Any) -> dict[str, Any]:
     """Return those of ``values`` that ``config`` has a field for."""
@@ -45,7 +47,7 @@ def offloaded_full_ac() -> FullAC.Config:
     if policy is None:
         return FullAC.Config()
     # No lower bound: what the policy picks is block inputs, small ones in `mini`.
-    return policy.Config(min_bytes=0)
+    return policy.Config(min_bytes=0, max_host_gib=POOL_GIB)
 
 
 def find(module: str, name: str) -> Any:

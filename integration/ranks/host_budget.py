@@ -1,20 +1,12 @@
-"""What a job takes of host memory, whether it fits, and which nodes have less than the others.
+"""Whether what all ranks take of host memory fits, and which nodes have less than the others."""
 
-[Note: Rounded bytes]
-Torch's pinned allocator makes each block a power of two (``CachingHostAllocator.h``, ``allocate``):
-2.08 GiB take 4. Only blocks above ``pinned_max_round_threshold_mb`` or
-``pinned_max_cached_size_mb`` of ``PYTORCH_ALLOC_CONF`` keep their size. Pinned pages are never
-given back to the system, swapped or compressed, so a sum of requested bytes would admit jobs that
-the kernel kills.
-"""
-
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from integration.ground.units import gib
+from integration.plan.host import Item, Rounding
 from integration.ranks.host_memory import HostMemory
 
 # A node with less than this share of the median is named.
@@ -27,88 +19,6 @@ class HostMemoryError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Rounding:
-    """Largest block that the pinned allocator rounds up, in bytes; None: every one."""
-
-    threshold: int | None = None
-
-    @classmethod
-    def of(cls, environment: Mapping[str, str]) -> "Rounding":
-        """Return what ``PYTORCH_ALLOC_CONF`` (or its old name) asks for."""
-        text = environment.get("PYTORCH_ALLOC_CONF") or environment.get(
-            "PYTORCH_CUDA_ALLOC_CONF", ""
-        )
-        found = re.findall(r"pinned_max_(?:round_threshold|cached_size)_mb:(\d+)", text)
-        return cls(min(int(value) for value in found) * 2**20 if found else None)
-
-    def block(self, size: int) -> int:
-        """Return the bytes that a pinned block of ``size`` bytes takes.
-
-        >>> Rounding().block(5), Rounding(threshold=4).block(5)
-        (8, 5)
-        """
-        if size == 0 or (self.threshold is not None and size > self.threshold):
-            return size
-        return 1 << (size - 1).bit_length()
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """Allocations of one kind on one rank, in bytes."""
-
-    name: str
-    blocks: tuple[int, ...]
-    pinned: bool
-
-    def held(self, rounding: Rounding) -> int:
-        if not self.pinned:
-            return sum(self.blocks)
-        return sum(rounding.block(block) for block in self.blocks)
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """One parameter's part on this rank, in bytes, and how many copies its optimizer adds.
-
-    One for Muon (momentum), two for Adam (both moments).
-    """
-
-    size: int
-    states: int
-
-
-@dataclass(frozen=True, slots=True)
-class Offload:
-    """What of the job is on the host; ``pool`` holds the bytes of an activation pool's buffers."""
-
-    model: bool
-    pinned: bool = False
-    staging: bool = False
-    pinned_staging: bool = False
-    pool: tuple[int, ...] = ()
-
-    def items(self, shards: Sequence[Shard]) -> tuple[Item, ...]:
-        """Return the items of one rank, those of no bytes left out.
-
-        FSDP2 pins offloaded shards, and its gradients arrive in pinned memory (a non-blocking copy
-        to the host makes it); the optimizer's state, made like a CPU tensor, is not pinned. An
-        asynchronous checkpoint holds a second copy of parameters and state.
-        """
-        sizes = tuple(shard.size for shard in shards)
-        states = tuple(shard.size for shard in shards for _ in range(shard.states))
-        items = [Item("activation pool", self.pool, True)]
-        if self.model:
-            items += [
-                Item("parameters", sizes, self.pinned),
-                Item("gradients", sizes, self.pinned),
-                Item("optimizer state", states, False),
-            ]
-        if self.staging:
-            items.append(Item("checkpoint staging", sizes + states, self.pinned_staging))
-        return tuple(item for item in items if sum(item.blocks))
-
-
-@dataclass(frozen=True, slots=True)
 class Need:
     """Bytes that one rank takes: by item, rounded where pinned."""
 
@@ -117,9 +27,9 @@ class Need:
 
     @classmethod
     def of(cls, items: Iterable[Item], rounding: Rounding) -> "Need":
-        items = tuple(items)
-        held = [(item.name, item.held(rounding)) for item in items]
-        return cls(tuple(held), sum(item.held(rounding) for item in items if item.pinned))
+        held = [(item, item.held(rounding)) for item in items]
+        by_item = tuple((item.name, size) for item, size in held)
+        return cls(by_item, sum(size for item, size in held if item.pinned))
 
     @property
     def bytes(self) -> int:

@@ -15,15 +15,14 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 from torchtitan.trainer import Trainer
 
-from integration.ground.units import GIB, gib
-from integration.ranks import host_memory
+from integration.ground.units import gib
+from integration.plan import host
+from integration.plan.host import OnHost, Rounding, Shard
+from integration.ranks import contributed, host_memory
 from integration.ranks.host_budget import (
     HostMemoryError,
     Need,
-    Offload,
     Report,
-    Rounding,
-    Shard,
     free_a_rank,
     low_nodes,
     refusal,
@@ -73,13 +72,15 @@ def check_host_memory(
     Raises:
         HostMemoryError: it cannot fit. On all ranks, with the same words.
     """
-    items = offload(parts, config).items(shards(parts, config))
-    need = Need.of(items, Rounding.of(os.environ))
     rank = dist.get_rank() if group is not None else 0
+    ranks = dist.get_world_size(group) if group is not None else 1
+    gpu = device_type != "cpu"
+    kept = on_host(parts, config, gpu=gpu, stage=stage(config, rank, ranks))
+    need = Need.of(kept.items(shards(parts, config)), Rounding.of(os.environ))
     mine = Report(rank, host_memory.read(), need)
     reports = [mine]
     if group is not None:
-        reports = [mine] * dist.get_world_size(group)
+        reports = [mine] * ranks
         dist.all_gather_object(reports, mine, group=group)
     if rank == 0:
         free, name = free_a_rank(reports, 0)
@@ -90,51 +91,70 @@ def check_host_memory(
         raise HostMemoryError(sentence)
 
 
-def offload(parts: Sequence[nn.Module], config: Trainer.Config) -> Offload:
-    """Return what ``config`` keeps on the host."""
+def stage(config: Trainer.Config, rank: int, ranks: int) -> int:
+    """Return the pipeline stage of ``rank``: the outermost axis of the mesh."""
+    return rank * config.parallelism.pipeline_parallel_degree // ranks
+
+
+def on_host(parts: Sequence[nn.Module], config: Trainer.Config, *, gpu: bool, stage: int) -> OnHost:
+    """Return what ``config`` keeps on the host of a rank that has a GPU or, else, trains there."""
     mode = getattr(config.checkpoint, "async_mode", "disabled")
-    cpu_offload = config.training.enable_cpu_offload
-    return Offload(
-        model=cpu_offload or device_type == "cpu",
-        pinned=cpu_offload and device_type != "cpu",
+    offloaded = config.training.enable_cpu_offload and gpu
+    streams = contributed.find("torchtitan.distributed.flex_shard._muon_host_offload", "_like")
+    size = boundary_bytes(config)
+    return OnHost(
+        model=offloaded or not gpu,
+        pinned=offloaded,
+        streamed=offloaded and streams is not None,
         staging=config.checkpoint.enable and mode != "disabled",
         pinned_staging=mode == "async_with_pinned_mem",
-        pool=activation_pool(parts, config) if device_type != "cpu" else (),
+        boundary=size,
+        boundaries=_boundaries(parts, config, size, stage) if gpu else 0,
     )
 
 
-def activation_pool(parts: Sequence[nn.Module], config: Trainer.Config) -> tuple[int, ...]:
-    """Return bytes of each buffer for offloaded inputs of layers, by ``activation_offload``.
+def boundary_bytes(config: Trainer.Config) -> int:
+    """Return the bytes of one layer's input: tokens x hidden numbers, as wide as FSDP computes in.
 
-    One buffer a layer of tokens x hidden numbers, as wide as FSDP2 computes in; in a pipeline, one
-    for each microbatch in flight, of which there are at most as many as stages.
+    A microbatch is the whole batch, but in a pipeline.
     """
-    policy = config.activation_checkpoint
-    if not hasattr(policy, "max_host_gib"):  # another policy: nothing goes to the host
-        return ()
     parallelism, training = config.parallelism, config.training
-    pipeline = parallelism.pipeline_parallel_degree
+    pipeline = parallelism.pipeline_parallel_degree > 1
     sequences = (
-        parallelism.pipeline_parallel_microbatch_size if pipeline > 1 else training.local_batch_size
+        parallelism.pipeline_parallel_microbatch_size if pipeline else training.local_batch_size
     )
     tokens = sequences * training.seq_len // parallelism.context_parallel_degree
     if parallelism.enable_sequence_parallel:
         tokens //= parallelism.tensor_parallel_degree
     model = config.model_spec.model if config.model_spec else None
-    width = TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize
-    block = tokens * getattr(model, "dim", 0) * width
-    layers = sum(len(cast(nn.ModuleDict, getattr(part, "layers", {}))) for part in parts)
-    blocks = round(layers * pipeline * getattr(policy, "fraction", 1.0))
-    most = policy.max_host_gib
-    if most is not None and block:
-        blocks = min(blocks, int(most * GIB) // block)
-    return (block,) * blocks
+    return (
+        tokens * getattr(model, "dim", 0) * TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize
+    )
+
+
+def _boundaries(parts: Sequence[nn.Module], config: Trainer.Config, size: int, stage: int) -> int:
+    """Return how many layers' inputs ``activation_offload`` keeps on the host at once."""
+    policy, parallelism = config.activation_checkpoint, config.parallelism
+    if not hasattr(policy, "max_host_gib"):  # another policy: nothing goes to the host
+        return 0
+    microbatches = 1
+    if parallelism.pipeline_parallel_degree > 1:
+        microbatches = (
+            config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+        )
+    return host.offloaded(
+        [len(cast(nn.ModuleDict, getattr(part, "layers", {}))) for part in parts],
+        host.in_flight(microbatches, parallelism.pipeline_parallel_degree, stage),
+        size,
+        most_gib=policy.max_host_gib,
+        fraction=getattr(policy, "fraction", 1.0),
+    )
 
 
 def shards(parts: Sequence[nn.Module], config: Trainer.Config) -> list[Shard]:
     """Return each parameter's shard on this rank, with what its optimizer adds."""
     groups = [
-        (re.compile(group.pattern), 1 if "Muon" in group.optimizer_name else 2)
+        (re.compile(group.pattern), "Muon" in group.optimizer_name)
         for group in config.optimizer.param_groups
     ]
     found = []
@@ -142,6 +162,16 @@ def shards(parts: Sequence[nn.Module], config: Trainer.Config) -> list[Shard]:
         for name, parameter in part.named_parameters():
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             plain = _WRAPPERS.sub("", name)
-            states = next((count for pattern, count in groups if pattern.search(plain)), 2)
-            found.append(Shard(local.numel() * local.element_size(), states))
+            muon = next((muon for pattern, muon in groups if pattern.search(plain)), False)
+            rows, columns = (1, 1, *parameter.shape)[-2:]
+            found.append(
+                Shard(
+                    size=local.numel() * local.element_size(),
+                    states=1 if muon else 2,
+                    muon=muon,
+                    whole=local.shape[-2:] == parameter.shape[-2:],
+                    rows=rows,
+                    columns=columns,
+                )
+            )
     return found

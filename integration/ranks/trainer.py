@@ -1,5 +1,6 @@
 """TorchTitan's trainer, which also ends at a step boundary when the scheduler asks for it."""
 
+import os
 import signal
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,18 +14,24 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from integration.ground import files
+from integration.ground import files, owner, processes
+from integration.ground.errors import UserError
 from integration.ground.machine import peak_resident_set
-from integration.jobs.handover import END_FILE
+from integration.jobs import checkpoints
+from integration.jobs.handover import END_FILE, OVERLAY_VARIABLE
+from integration.patchset import overlay
 from integration.ranks.host_check import check_host_memory, checked
 
 # What schedulers send. Where ranks were sent different ones, the higher number is named.
 STOPS = (signal.SIGTERM, signal.SIGUSR1)
+# What ranks have to save once torchrun, which would end them, is gone itself.
+ORPHAN_SECONDS = 60
 
 
 class JobTrainer(Trainer):
-    """Adds to ``Trainer``: an agreed stop with a checkpoint, a record of how the run ended, and a
-    look at host memory before any is taken.
+    """Adds to ``Trainer``: an agreed stop with a checkpoint, a record of how the run ended, a look
+    at host memory before any is taken, a hold on the run's folder, and checks that the newest
+    checkpoint is whole and the code the overlay's.
 
     SIGTERM and SIGUSR1 only set a flag. Before each step all ranks reduce the flag over a gloo
     group of their own, on the host: no device is synchronised, and a dead peer breaks the reduction
@@ -45,6 +52,10 @@ class JobTrainer(Trainer):
         self._control: dist.ProcessGroup | None = None
         for signum in STOPS:
             signal.signal(signum, self._ask_stop)
+        self._hold = owner.join(Path(config.dump_folder))
+        first = os.environ.get("RANK", "0") == "0"
+        renew = self._hold.renew if self._hold and first else lambda: None
+        processes.end_with_parent(ORPHAN_SECONDS, renew)
         if config.model_spec is not None:
             config.model_spec = checked(
                 config.model_spec,
@@ -58,10 +69,31 @@ class JobTrainer(Trainer):
         if self.config.comm.mode == "default":
             timeout = timedelta(seconds=self.config.comm.init_timeout_seconds)
             self._control = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
-        if dist.get_rank() == 0:
-            # An attempt that torchrun stopped and starts anew may have left one.
-            (Path(self.config.dump_folder) / END_FILE).unlink(missing_ok=True)
+        self._clear_folder()
         return parallel_dims
+
+    def _clear_folder(self) -> None:
+        """Remove what an attempt has left that torchrun or a scheduler stopped and starts anew.
+
+        Raises:
+            UserError: there are checkpoints, and none is whole. On all ranks.
+        """
+        said: list[list[str] | UserError] = [[]]
+        if dist.get_rank() == 0:
+            run = Path(self.config.dump_folder)
+            (run / END_FILE).unlink(missing_ok=True)
+            folder = run / getattr(self.config.checkpoint, "folder", "checkpoint")
+            try:
+                said[0] = checkpoints.set_damaged_aside(folder)
+                checkpoints.remove_cut_off(folder)
+            except UserError as error:
+                said[0] = error
+        if self._control is not None:
+            dist.broadcast_object_list(said, src=0, group=self._control)
+        if isinstance(said[0], UserError):
+            raise said[0]
+        for sentence in said[0] if dist.get_rank() == 0 else ():
+            logger.warning(sentence)
 
     def _ask_stop(self, signum: int, frame: object) -> None:
         self._stop_asked = signum
@@ -69,6 +101,8 @@ class JobTrainer(Trainer):
     def should_continue_training(self) -> bool:
         if self._start_step is None:  # asked first after a checkpoint was loaded
             self._start_step = self.step
+            if folder := os.environ.get(OVERLAY_VARIABLE):
+                overlay.refuse_other_modules(Path(folder))
         if not super().should_continue_training():
             return False
         if not self._stop_agreed():

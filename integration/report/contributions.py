@@ -28,7 +28,7 @@ def section(contributions: Sequence[Contribution]) -> Section:
         blocks=[
             f"{len(rows)} patches with {sum(len(c.tests) for c in contributions)} test files and "
             f"{sum(_kept(c) for c in contributions)} files of evidence. How many tests failed "
-            "without each patch and passed with it stands in README's proof.",
+            "without each patch and passed with it stands in CONTRIBUTING's proof.",
             Table(heads=HEADS, rows=rows, numbers=False, title="Contributions"),
         ],
         command="integration test --prove --full; integration patches check",

@@ -2,11 +2,10 @@
 
 from collections.abc import Collection
 
-from integration.jobs import cluster as planned
+from integration.jobs.cluster import Cluster
 from integration.jobs.spec import JobSpec
 from integration.plan import plan
 from integration.plan.levers import Levers
-from integration.slurm.cluster import Cluster
 
 
 def check(
@@ -15,7 +14,7 @@ def check(
     """Refuse a job that cannot run; return what speaks against one that may not fit, if anything.
 
     A plan may be wrong, and TorchTitan's options change sizes: what does not fit is only said. A
-    cluster that the planner does not know by its name and GPUs a node is not planned.
+    cluster whose file says nothing of its hardware is not planned.
 
     Args:
         names: the contributions of the set; None for all.
@@ -26,20 +25,18 @@ def check(
     """
     if not own_layout:
         job.check()
-    if cluster.name not in planned.known():
+    if cluster.hardware is None:
         return None
-    has = planned.load(cluster.name)
-    if has.gpus_a_node != cluster.gpus:
-        return None
-    plan.check(job, has)
+    plan.check(job, cluster)
     if own_layout:
         return None
-    off = [] if names is None else [name for name in Levers.names() if name not in names]
-    too_large = plan.make(job, has, Levers().without(*off)).too_large
+    levers = Levers.of(names)
+    too_large = plan.make(job, cluster, levers).too_large
     if not too_large:
         return None
-    command = [f"integration plan {job.name} --cluster {has.name} --ranks {job.ranks}"]
-    command += [f"--without {name}" for name in off]
+    named = cluster.name if cluster.known else cluster.file
+    command = [f"integration plan {job.name} --cluster {named} --ranks {job.ranks}"]
+    command += [f"--without {name}" for name in levers.off()]
     return (
         f"{job.name} does not fit by its plan, which leaves TorchTitan's options out: "
         f"{', '.join(too_large)}; see: {' '.join(command)}"

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from integration.ground.errors import UserError
+from integration.jobs.cluster import WORD, Cluster, Variable, seconds
 from integration.jobs.handover import END_FILE
-from integration.slurm.cluster import WORD, Cluster, Variable, seconds
 
 SCRIPT_FILE = "job.sh"
 # Seconds kept from what the ranks have to save, for torchrun and the script to end.
@@ -71,8 +71,10 @@ class Script:
             _check_path(path)
 
     def _check_ranks(self) -> None:
-        cluster = self.cluster
-        most, what = (cluster.gpus, "GPUs") if cluster.gpus else (cluster.cores, "cores")
+        cluster, slurm = self.cluster, self.cluster.slurm
+        most, what = (
+            (cluster.gpus_a_node, "GPUs") if cluster.gpus_a_node else (slurm.cores, "cores")
+        )
         if self.ranks > most:
             raise UserError(
                 f"--ranks-per-node {self.ranks} is more than the {most} {what} that a node of "
@@ -80,18 +82,19 @@ class Script:
             )
 
     def _check_time(self) -> None:
+        slurm = self.cluster.slurm
         try:
             asked = seconds(self.time)
         except ValueError as error:
             raise UserError(f"--time: {error}") from None
-        if asked > seconds(self.cluster.time_limit):
+        if asked > seconds(slurm.time_limit):
             raise UserError(
                 f"--time {self.time} is more than {self.cluster.name} grants "
-                f"({self.cluster.time_limit}); the job goes on by itself when its time is over"
+                f"({slurm.time_limit}); the job goes on by itself when its time is over"
             )
-        if asked <= self.cluster.save_seconds:
+        if asked <= slurm.save_seconds:
             raise UserError(
-                f"--time {self.time} must be longer than the {self.cluster.save_seconds} s kept at "
+                f"--time {self.time} must be longer than the {slurm.save_seconds} s kept at "
                 "its end for a checkpoint (save_seconds of the cluster file)"
             )
 
@@ -99,7 +102,7 @@ class Script:
         return "\n".join([*self._head(), *self._environment(), *self._body()]) + "\n"
 
     def _head(self) -> Iterator[str]:
-        cluster = self.cluster
+        cluster, slurm = self.cluster, self.cluster.slurm
         spares = f" and {self.spares} to spare" if self.spares else ""
         yield "#!/bin/bash"
         nodes = f"{self.nodes} node(s) of {cluster.name}{spares}"
@@ -107,37 +110,43 @@ class Script:
         yield "# Written by integration launch. Run again, it goes on from its newest checkpoint."
         directives = [
             (f"--job-name={self.config}", ""),
-            (f"--partition={cluster.partition}", ""),
+            (f"--partition={slurm.partition}", ""),
             (f"--account={self.account}", ""),
             (f"--nodes={self.nodes + self.spares}", ""),
             ("--ntasks-per-node=1", "torchrun, which starts the ranks"),
-            (f"--cpus-per-task={cluster.cores}", "all of a node's"),
+            (f"--cpus-per-task={slurm.cores}", "all of a node's"),
             ("--exclusive", "ranks wait for the slowest"),
             (f"--time={self.time}", ""),
-            (f"--signal=USR1@{cluster.save_seconds}", "s before the time is over: save and stop"),
+            (f"--signal=USR1@{slurm.save_seconds}", "s before the time is over: save and stop"),
             ("--requeue", "after pre-emption and a failed node"),
             ("--open-mode=append", "a requeued job keeps its log"),
             (f'--output="{self.folder}/logs/slurm-%j.out"', ""),
         ]
-        if cluster.gpus:
-            directives.insert(6, (f"--gres=gpu:{cluster.gpus}", cluster.gpu))
-        if cluster.large_from and self.nodes + self.spares >= cluster.large_from:
-            directives.insert(3, (f"--qos={cluster.large_qos}", "the queue of large jobs"))
+        if cluster.gpus_a_node:
+            gpu = cluster.hardware.gpu.name if cluster.hardware else ""
+            directives.insert(6, (f"--gres=gpu:{cluster.gpus_a_node}", gpu))
+        if slurm.large_from and self.nodes + self.spares >= slurm.large_from:
+            directives.insert(3, (f"--qos={slurm.large_qos}", "the queue of large jobs"))
         if self.spares:
             directives.append(("--no-kill", "a failed node does not end the job: a spare joins"))
-        directives += [(option, "") for option in cluster.options]
+        directives += [(option, "") for option in slurm.options]
         for option, why in directives:
             yield f"#SBATCH {option:<30}  # {why}" if why else f"#SBATCH {option}"
 
     def _environment(self) -> Iterator[str]:
         yield ""
         yield "set -u"
+        yield from _FORGOTTEN.splitlines()
         yield f"run={shlex.quote(str(self.folder))}"
         yield f"python={shlex.quote(str(self.python))}"
-        if self.cluster.modules:
-            yield f"module load {' '.join(self.cluster.modules)}"
+        if self.cluster.slurm.modules:
+            yield f"module load {' '.join(self.cluster.slurm.modules)}"
         yield ""
-        for variable in (*self._own_variables(), *self.cluster.environment, *self.environment):
+        for variable in (
+            *self._own_variables(),
+            *self.cluster.slurm.environment,
+            *self.environment,
+        ):
             yield f"# {variable.why}"
             yield f"export {variable.name}={shlex.quote(variable.value)}"
         yield from _limit(
@@ -152,26 +161,26 @@ class Script:
         )
 
     def _own_variables(self) -> Iterator[Variable]:
-        cluster = self.cluster
-        threads = max(1, cluster.cores // self.ranks)
+        cluster, slurm = self.cluster, self.cluster.slurm
+        threads = max(1, slurm.cores // self.ranks)
         yield Variable(
             "OMP_NUM_THREADS",
             str(threads),
-            f"{cluster.cores} cores over {self.ranks} rank(s), of which torchrun gives one each",
+            f"{slurm.cores} cores over {self.ranks} rank(s), of which torchrun gives one each",
         )
         yield Variable(
-            "GLOO_SOCKET_IFNAME", cluster.interface, "stops and checkpoints are agreed on over gloo"
+            "GLOO_SOCKET_IFNAME", slurm.interface, "stops and checkpoints are agreed on over gloo"
         )
         yield Variable(
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
             "1",
             "a store for each restart: a shared one keeps dead ranks' addresses (pytorch#135712)",
         )
-        if not cluster.gpus:
+        if not cluster.gpus_a_node:
             return
         yield Variable(
             "NCCL_SOCKET_IFNAME",
-            cluster.interface,
+            slurm.interface,
             "NCCL's ranks find each other on the fast network",
         )
         yield Variable(
@@ -187,17 +196,18 @@ class Script:
         )
 
     def _body(self) -> Iterator[str]:
-        address = self.cluster.address.replace("{host}", "${host}")
+        slurm = self.cluster.slurm
+        address = slurm.address.replace("{host}", "${host}")
         torchrun = [
             f"--nnodes={self.nodes}",
             f"--nproc-per-node={self.ranks}",
             f"--max-restarts={self.max_restarts}",
             "--rdzv-backend=c10d",
             "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-            f"--shutdown-timeout={self.cluster.save_seconds - ENDING_SECONDS}",
+            f"--shutdown-timeout={slurm.save_seconds - ENDING_SECONDS}",
             "--redirects=3",
         ]
-        if self.cluster.gpus:
+        if self.cluster.gpus_a_node:
             # By the PCI address of GPU number LOCAL_RANK, with numactl; torchrun stops without it.
             torchrun.append("--numa-binding=node")
         yield from f"""
@@ -226,10 +236,12 @@ export -f node
 
 trap : TERM USR1  # for the ranks; this shell waits for them
 """.splitlines()
-        # srun takes no number of cores from sbatch (Slurm 22.05), and torchrun binds the ranks.
-        srun = ["srun", '--cpus-per-task="$SLURM_CPUS_PER_TASK"', "--cpu-bind=none"]
-        srun += ["--kill-on-bad-exit=0", *(["--no-kill"] if self.spares else [])]
-        yield f"{' '.join(srun)} \\"
+        # All that a step takes from the environment otherwise. torchrun binds the ranks, and ends
+        # the node's when one dies; --export: the job may have been submitted with NONE.
+        nodes = self.nodes + self.spares
+        yield f"srun --export=ALL --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 \\"
+        yield f"  --cpus-per-task={self.cluster.slurm.cores} --cpu-bind=none --mem-bind=none \\"
+        yield f"  --wait=0 --kill-on-bad-exit=0{' --no-kill' if self.spares else ''} \\"
         yield "  bash -c 'node \"$@\"' node \\"
         yield from _continued([*torchrun, *self.trainer])
         yield from f"""code=$?
@@ -243,6 +255,21 @@ if grep -q '"stopped": true' "$run/{END_FILE}"; then
   echo "stopped with a checkpoint; the job is $state"
   [[ $state != RUNNING ]] || scontrol requeue "$SLURM_JOB_ID"
 fi""".splitlines()
+
+
+# Slurm's commands and torchrun also take options from the environment of the shell that submitted
+# the job: SLURM_CPU_BIND, SRUN_OUTPUT, SQUEUE_STATES, PET_NNODES. The names kept are those that
+# sbatch sets itself for each job, and those that reach and authenticate with its controller.
+_FORGOTTEN = """\
+# Options in the environment that are not of this job: what it runs is what this script says.
+for name in ${!SLURM_@} ${!SRUN_@} ${!SQUEUE_@} ${!SCONTROL_@} ${!PET_@}; do
+  case $name in
+    SLURM_JOB_* | SLURM_JOBID | SLURM_RESTART_COUNT | SLURM_SPANK_*) ;;
+    SLURM_CONF | SLURM_WORKING_CLUSTER | SLURM_JWT | SLURM_SACK_*) ;;
+    *) unset "$name" ;;
+  esac
+done
+"""
 
 
 def _continued(arguments: Sequence[str]) -> Iterator[str]:

@@ -1,49 +1,76 @@
 """From ``integration launch`` to a job script in a run's folder, and to the queue."""
 
+import os
+import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from integration.data import source as job_data
-from integration.ground.errors import UserError, nearest
+from integration.ground.errors import UserError
+from integration.ground.options import Config, Rest, Without
 from integration.ground.paths import outputs_dir
 from integration.jobs import catalog
+from integration.jobs import cluster as clusters
+from integration.jobs.cluster import Cluster, Variable
 from integration.patchset import overlay
-from integration.slurm import cluster as clusters
 from integration.slurm import fit
-from integration.slurm.cluster import Cluster, Variable
 from integration.slurm.script import SCRIPT_FILE, Script
-from integration.train import launch
+from integration.train import launch, options
+from integration.train.launch import Launch
 from integration.train.run import Job, Run
 from integration.train.start import contributions, own_layout
 
-SCHEDULERS = ("slurm",)
 PLACEHOLDER = "ACCOUNT"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One call of ``integration launch``. None stands for the cluster's own value."""
+    """Write a Slurm job script that trains CONFIG on a cluster.
 
-    config: str
-    scheduler: str
-    cluster: str
-    nodes: int | None  # None: as many as the job is written for
-    ranks: int | None
-    spares: int
-    account: str | None
-    time: str | None
-    max_restarts: int
-    max_ctas: int | None
-    max_p2p_channels: int | None
-    data: Path | None
-    tokenizer: Path | None
-    without: tuple[str, ...]
-    options: tuple[str, ...]
-    dry: bool
-    submit: bool
+    What follows `--` goes to TorchTitan.
+    """
+
+    config: Config
+    cluster: str | None = None
+    """A known cluster, or a file of your own (FILE.toml); the config's own if none is given."""
+    nodes: int | None = None
+    """The nodes that train; as many as CONFIG is written for if none is given, 1 for mini."""
+    ranks_per_node: int | None = None
+    """The processes of a node; one a GPU if none is given, or 1 where there is no GPU."""
+    spares: int = 0
+    """Further nodes, which wait for one to fail."""
+    account: str | None = None
+    """The account that pays; the cluster's if none is given."""
+    time: str | None = None
+    """The time limit, [DAYS-]HH:MM:SS; the most that the cluster grants if none is given."""
+    max_restarts: int = 3
+    """The restarts from the last checkpoint after a rank or a node has died."""
+    nccl_max_ctas: int | None = None
+    """The most SMs that one collective of NCCL takes; NCCL's choice if none is given."""
+    nccl_max_p2p_channels: int | None = None
+    """The same for all-to-all, which --nccl-max-ctas does not bound."""
+    data: Path | None = None
+    """A folder as for `integration train`, on a shared file system."""
+    tokenizer: Path | None = None
+    """A folder as for `integration train`, on a shared file system."""
+    without: Without = ()
+    dry: bool = False
+    """Print the job script, and write nothing."""
+    submit: bool = False
+    """Hand the job script to sbatch."""
+    options: Rest = ()
+
+    def __post_init__(self) -> None:
+        if self.dry and self.submit:
+            raise UserError(
+                "--dry only prints the job script and --submit runs it; give one of them"
+            )
+
+    def run(self) -> None:
+        launch_job(self)
 
 
 def launch_job(request: Request) -> None:
@@ -58,16 +85,26 @@ def launch_job(request: Request) -> None:
     names = contributions(request.without)
     _check_fit(request, cluster, draft.nodes * draft.ranks, names)
     if request.submit:
-        _require_sbatch(request.account or cluster.account)
+        _require_sbatch(request.account or cluster.slurm.account)
 
     patched = overlay.build(names)
     tokenizer, dataset = job_data.folders(request.tokenizer, request.data)
     vocab = job_data.tokenizer_size(tokenizer)
+    shape = catalog.find(request.config).shape
+    if vocab > shape.vocab and not catalog.find(request.config).tokenizer_vocab:
+        raise UserError(
+            f"the tokenizer in {tokenizer} has {vocab} tokens and {request.config} a vocabulary of "
+            f"{shape.vocab}; name a smaller one with --tokenizer"
+        )
     job_data.Source.at(dataset).check()
     job = Job(request.config, str(dataset), str(tokenizer), request.options, patched.names)
-    if request.dry:
-        run = Run(outputs_dir() / request.config / "DRY-RUN")
-    else:
+    run = Run(outputs_dir() / request.config / "DRY-RUN")
+    if request.options:
+        # A login node has no GPU with FP8, which that config asks for; its options are the same.
+        plain = replace(job, config=job.config.removesuffix("_fp8"))
+        ranks = draft.nodes * draft.ranks
+        options.accepted(Launch(run=run, job=plain, patched=patched, ranks=ranks, vocab=vocab))
+    if not request.dry:
         run = Run.new(request.config)
     variables = launch.rank_variables(patched, vocab=vocab, tokenizer=job.tokenizer)
     script = _script(
@@ -75,7 +112,8 @@ def launch_job(request: Request) -> None:
         cluster,
         run,
         trainer=tuple(launch.trainer_arguments(run, job, color=False)),
-        environment=tuple(Variable(*variable) for variable in variables),
+        # One without a value, as of an overlay that is none, is as good as one that is not set.
+        environment=tuple(Variable(*variable) for variable in variables if variable[1]),
     )
     if request.dry:
         print(script.text(), end="")
@@ -87,19 +125,42 @@ def launch_job(request: Request) -> None:
     print(f"run: {run.folder}", flush=True)
     if request.submit:
         _submit(path)
-    else:
-        print(f"submit with: sbatch {path}")
+        return
+    forgotten = sorted(os.environ.keys() - _for_sbatch().keys())
+    env = ["env", *(word for name in forgotten for word in ("-u", name))] if forgotten else []
+    print(f"submit with: {shlex.join([*env, 'sbatch', str(path)])}")
 
 
 def _check(request: Request) -> Cluster:
-    catalog.find(request.config)
-    if request.scheduler not in SCHEDULERS:
+    job = catalog.find(request.config)
+    missing = [f"--{name}" for name in ("data", "tokenizer") if getattr(request, name) is None]
+    if missing and not job.tokenizer_vocab:
         raise UserError(
-            f"unknown scheduler {request.scheduler}{nearest(request.scheduler, list(SCHEDULERS))}"
+            f"expected --data and --tokenizer with {job.name}, got no {' and no '.join(missing)}; "
+            "the defaults, the source text of the pins and its 4,096 tokens, are for small "
+            "configs, and nothing was written: name folders on the cluster's file system"
         )
-    if request.dry and request.submit:
-        raise UserError("--dry only prints the job script and --submit runs it; give one of them")
-    return clusters.load(request.cluster)
+    cluster = clusters.load(request.cluster or job.cluster)
+    if request.cluster is None and cluster.scheduler is None:
+        able = ", ".join(name for name in clusters.known() if clusters.load(name).scheduler)
+        raise UserError(
+            f"expected --cluster with {job.name}, which is planned for {cluster.name}, where no "
+            f"scheduler is known; nothing was written: name one of {able}, or a FILE.toml"
+        )
+    return cluster
+
+
+def _for_sbatch() -> dict[str, str]:
+    """Return the environment without what sbatch takes options from: the script has its own.
+
+    SBATCH_TIMELIMIT, say, would replace the script's limit.
+    """
+    options = ("SLURM_CLUSTERS", "SLURM_EXIT_ERROR", "SLURM_HINT", "SLURM_UMASK")
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("SBATCH_") and name not in options
+    }
 
 
 def _check_fit(request: Request, cluster: Cluster, ranks: int, names: list[str] | None) -> None:
@@ -121,7 +182,7 @@ def _script(
     trainer: tuple[str, ...],
     environment: tuple[Variable, ...] = (),
 ) -> Script:
-    ranks = cluster.gpus or 1 if request.ranks is None else request.ranks
+    ranks = cluster.gpus_a_node or 1 if request.ranks_per_node is None else request.ranks_per_node
     job = catalog.find(request.config)
     nodes = request.nodes
     if nodes is None:
@@ -134,13 +195,13 @@ def _script(
         nodes=nodes,
         ranks=ranks,
         spares=request.spares,
-        account=request.account or cluster.account,
-        time=request.time or cluster.time_limit,
+        account=request.account or cluster.slurm.account,
+        time=request.time or cluster.slurm.time_limit,
         max_restarts=request.max_restarts,
         trainer=trainer,
         environment=environment,
-        max_ctas=request.max_ctas,
-        max_p2p_channels=request.max_p2p_channels,
+        max_ctas=request.nccl_max_ctas,
+        max_p2p_channels=request.nccl_max_p2p_channels,
     )
 
 
@@ -155,7 +216,9 @@ def _require_sbatch(account: str) -> None:
 
 
 def _submit(path: Path) -> None:
-    answer = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True)
+    answer = subprocess.run(
+        ["sbatch", "--parsable", str(path)], env=_for_sbatch(), capture_output=True, text=True
+    )
     if answer.returncode:
         raise UserError(
             f"sbatch refused the job: {' '.join(answer.stderr.split())}; the script is {path}",

@@ -1,6 +1,5 @@
 """Run one contribution's tests in a process of its own, under one overlay."""
 
-import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -8,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from integration.ground import files
+from integration.ground import files, processes
 from integration.ground.paths import REPO
 from integration.patchset.overlay import Overlay
 
@@ -54,7 +53,7 @@ def run_pytest(
     another address than 127.0.0.1.
     """
     env = {
-        **os.environ,
+        **processes.environment(),
         "PYTHONPATH": patched.pythonpath(str(folder or REPO)),
         "OMP_NUM_THREADS": "1",  # several suites and ranks share the cores
         "GLOO_SOCKET_IFNAME": "lo",

@@ -4,13 +4,20 @@ import json
 import re
 import signal
 from dataclasses import dataclass
+from itertools import dropwhile, takewhile
 from pathlib import Path
+
+from integration.ground.machine import look
 
 # torchrun's report of the rank that failed first, by exit code or signal.
 ROOT_CAUSE = re.compile(
     r"Root Cause \(first observed failure\):.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.DOTALL
 )
-EXCEPTION = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt|Exit)\b: .+", re.MULTILINE)
+# What c10d puts before each line of a rank's standard error.
+RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
+TRACEBACK = "Traceback (most recent call last):"
+# Neither says why a run failed: a warning with its line of code, and a line of torch's C++ log.
+NOISE = re.compile(r"\S+:\d+: \w*Warning: |\s*warnings\.warn\(|\[?(rank\d+\]:)?\[[WI]\d{4} ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +38,9 @@ def diagnose(logs: Path, agent_output: str) -> Failure:
     """
     cause = ROOT_CAUSE.search(agent_output)
     if cause is None:
-        last = [line for line in agent_output.strip().splitlines() if line.strip()]
-        found = EXCEPTION.findall(agent_output)
-        return Failure(None, (found or last or ["torchrun ended without a word"])[-1].strip())
+        last = [line.strip() for line in agent_output.splitlines() if line.strip()]
+        said = _exception(agent_output) or (last or ["torchrun ended without a word"])[-1]
+        return Failure(None, _shorten(said))
     rank, code = int(cause[1]), int(cause[2])
     if code == -signal.SIGTERM and (raised := _first_to_raise(logs)) is not None:
         # Torchrun sends it to the survivors of a dead rank, and may see one of them end first.
@@ -63,19 +70,40 @@ def _first_to_raise(logs: Path) -> Path | None:
 def _words_of(folder: Path | None) -> str | None:
     if folder is None:
         return None
-    text = ""
-    error = folder / "error.json"
-    if error.exists():
-        message = json.loads(error.read_text())["message"]
-        text = message if isinstance(message, str) else message["message"]
-    text = text or _read(folder / "stderr.log")
+    text = look(lambda: _recorded(folder / "error.json"), "") or _read(folder / "stderr.log")
     if "No space left on device" in text:
         return "the disk is full"
-    if found := EXCEPTION.findall(text):
-        return _shorten(found[-1])
+    return words(text)
+
+
+def words(text: str) -> str | None:
+    """Return the sentence that says why a process failed, out of its standard error."""
+    if found := _exception(text):
+        return _shorten(found)
     # Not an exception: a complaint of the option parser, say, drawn in a box.
-    lines = [line.strip(" │╭╮╰╯─") for line in text.splitlines()]
+    lines = [line.strip(" │╭╮╰╯─") for line in _plain(text) if not NOISE.match(line)]
     return _shorten(" ".join(line for line in lines if line)) or None
+
+
+def _exception(text: str) -> str | None:
+    """Return the exception of the last stack trace: of several, what was raised in the end.
+
+    A ``CheckpointException`` has the traces of its ranks' exceptions in its words; then these tell.
+    """
+    _, found, last = "\n".join(_plain(text)).rpartition(TRACEBACK)
+    # Frames are indented, and so is their code; what follows, up to a blank line, is the exception.
+    lines = dropwhile(lambda line: line.startswith(" "), last.splitlines()[1:])
+    raised = list(takewhile(lambda line: line and not NOISE.match(line), lines))
+    return " ".join(raised) if found and raised else None
+
+
+def _plain(text: str) -> list[str]:
+    return RANK_PREFIX.sub("", text).splitlines()
+
+
+def _recorded(error: Path) -> str:
+    message = json.loads(error.read_text())["message"]
+    return message if isinstance(message, str) else message["message"]
 
 
 def _shorten(text: str, limit: int = 600) -> str:
@@ -84,4 +112,4 @@ def _shorten(text: str, limit: int = 600) -> str:
 
 
 def _read(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
+    return look(lambda: path.read_text(encoding="utf-8", errors="replace"), "")

@@ -1,7 +1,12 @@
 """Start TorchTitan's trainer under torchrun, show a rank's log, pass signals on, say how it ended.
 
-Torchrun gets a session of its own, so that Ctrl-C at the terminal reaches only this process: it
-asks the ranks to stop once, as a scheduler would, and they save. A second Ctrl-C ends them.
+[Note: How a run ends]
+Torchrun and each rank have a session of their own, so Ctrl-C and the end of a terminal reach only
+this process. The first signal is handed to torchrun, whose ranks agree on a step, save and end
+(``JobTrainer``); where no step has begun there is nothing to save, and all are killed. So they are
+by a second signal. Signals come first and words after: no message that cannot be printed keeps a
+signal back. Should this process itself be killed, torchrun notices that its parent is gone and does
+the same, and so do ranks without torchrun: nothing is left behind.
 """
 
 import os
@@ -10,20 +15,21 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import FrameType
 
+from integration.ground import owner, processes, terminal
 from integration.ground.errors import UserError
-from integration.ground.machine import cores
+from integration.ground.machine import cores, look
 from integration.ground.paths import REPO, cache_dir
+from integration.jobs import checkpoints
 from integration.jobs.handover import (
     EXPERTS_VARIABLE,
     LAYERS_VARIABLE,
+    OVERLAY_VARIABLE,
     TOKENIZER_VARIABLE,
     VOCAB_VARIABLE,
 )
@@ -34,12 +40,16 @@ from integration.train.run import Job, Run
 # Seconds that ranks have, once asked to stop, for the step they are in and a checkpoint. Torchrun
 # kills them after that. Below a minute, so that survivors of a dead peer do not linger.
 SHUTDOWN_SECONDS = 45
+# Torchrun starts its ranks once it has met all its nodes, here itself alone. Its own import takes a
+# few seconds; after so many, what it waits for is worth a word.
+MEETING_SECONDS = 20
 AGENT_LOG = "torchrun.log"
 JOB_MODULE = "integration.ranks"
 FULL_DISK_BYTES = 2**20
-# Ctrl-C, and what schedulers send.
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# Ctrl-C and Ctrl-\\, the end of the terminal, and what schedulers send.
+STOPS = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1)
 TITAN_LINE = re.compile(r"^\[titan\] ")
+BEGUN = "Training starts at step"
 # Said at every start, or of no use without a GPU.
 QUIET = ("lspci", "Peak FLOPS", "Peak flops", "[GC]", "Sleeping 2 seconds", "structured_logger")
 
@@ -60,26 +70,74 @@ class Ended:
     asked_by: signal.Signals | None
 
 
-def command(
-    run: Run,
-    job: Job,
-    *,
-    ranks: int,
-    port: int,
-    color: bool,
-    module: str = JOB_MODULE,
-    shutdown_seconds: int = SHUTDOWN_SECONDS,
-) -> list[str]:
-    """Return the torchrun command line. The user's TorchTitan options come last, so they win.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One start of torchrun on this machine.
 
-    ``module`` is where TorchTitan finds the config.
+    ``module`` is where TorchTitan finds the config; ``shutdown_seconds`` are what ranks have to
+    save.
     """
-    line = [sys.executable, "-m", "torch.distributed.run"]
-    line += [f"--nproc-per-node={ranks}", "--max-restarts=0"]
-    line += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=run"]
-    line += ["--local-addr=127.0.0.1", f"--shutdown-timeout={shutdown_seconds}"]
-    line += [f"--log-dir={run.folder / 'logs'}", "--redirects=3"]
-    return [*line, *trainer_arguments(run, job, color=color, module=module)]
+
+    run: Run
+    job: Job
+    patched: Overlay
+    ranks: int
+    vocab: int
+    color: bool = False
+    module: str = JOB_MODULE
+    shutdown_seconds: int = SHUTDOWN_SECONDS
+
+    def command(self) -> list[str]:
+        """Return torchrun's command line. The user's TorchTitan options come last, so they win."""
+        line = [sys.executable, "-m", "integration.train.agent"]
+        line += ["--nnodes=1", f"--nproc-per-node={self.ranks}", "--max-restarts=0"]
+        line += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--rdzv-id=run"]
+        line += ["--local-addr=127.0.0.1", f"--shutdown-timeout={self.shutdown_seconds}"]
+        line += [f"--log-dir={self.run.folder / 'logs'}", "--redirects=3"]
+        return [
+            *line,
+            *trainer_arguments(self.run, self.job, color=self.color, module=self.module),
+        ]
+
+    def environment(self) -> dict[str, str]:
+        """Return the ranks' environment: the overlay first, no network, one address."""
+        inherited = processes.environment()
+        ours = rank_variables(
+            self.patched,
+            vocab=self.vocab,
+            tokenizer=self.job.tokenizer,
+            layers=self.job.layers,
+            experts=self.job.experts,
+        )
+        return {
+            "TOKENIZERS_PARALLELISM": "false",
+            "GLOO_SOCKET_IFNAME": "lo",
+            **inherited,
+            # torchrun would give each of several ranks one thread.
+            "OMP_NUM_THREADS": inherited.get("OMP_NUM_THREADS")
+            or str(max(1, cores() // self.ranks)),
+            # Not those of a run that started this one.
+            LAYERS_VARIABLE: "",
+            EXPERTS_VARIABLE: "",
+            OVERLAY_VARIABLE: "",
+            processes.PARENT_VARIABLE: str(os.getpid()),
+            **{name: value for name, value, _ in ours},
+        }
+
+    def start(self, env: dict[str, str] | None = None, owned: owner.Owner | None = None):
+        """Start torchrun with its output in ``AGENT_LOG``; the hold on the folder goes along."""
+        logs = self.run.folder / "logs"
+        logs.mkdir(exist_ok=True)
+        with open(logs / AGENT_LOG, "w") as agent_log:
+            return subprocess.Popen(
+                self.command(),
+                env=env or self.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=agent_log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=(owned.descriptor,) if owned else (),
+            )
 
 
 def trainer_arguments(run: Run, job: Job, *, color: bool, module: str = JOB_MODULE) -> list[str]:
@@ -90,34 +148,6 @@ def trainer_arguments(run: Run, job: Job, *, color: bool, module: str = JOB_MODU
     if not color:
         line.append("--metrics.disable_color_printing")
     return [*line, *job.options]
-
-
-def environment(
-    patched: Overlay,
-    *,
-    ranks: int,
-    vocab: int,
-    tokenizer: str,
-    layers: int | None = None,
-    experts: int | None = None,
-) -> dict[str, str]:
-    """Return the ranks' environment: the overlay first, no network, one address."""
-    return {
-        # torchrun would give each of several ranks one thread.
-        "OMP_NUM_THREADS": str(max(1, cores() // ranks)),
-        "TOKENIZERS_PARALLELISM": "false",
-        **os.environ,
-        # Not those of a run that started this one.
-        LAYERS_VARIABLE: "",
-        EXPERTS_VARIABLE: "",
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-        **{
-            name: value
-            for name, value, _ in rank_variables(
-                patched, vocab=vocab, tokenizer=tokenizer, layers=layers, experts=experts
-            )
-        },
-    }
 
 
 def rank_variables(
@@ -133,9 +163,11 @@ def rank_variables(
     return [
         ("PYTHONPATH", patched.pythonpath(behind), "the overlay of the patches first"),
         ("PYTHONUNBUFFERED", "1", "a log holds all that a rank said before it died"),
+        ("PYTHONUTF8", "1", "a log holds every character, whatever the locale"),
         ("HF_HUB_OFFLINE", "1", "a tokenizer is a folder: no rank goes to the network"),
         ("HF_DATASETS_OFFLINE", "1", "data is a folder too"),
         ("HF_DATASETS_CACHE", str(cache_dir() / "hf"), "what --data is converted to, once"),
+        *([(OVERLAY_VARIABLE, str(patched.path), "checked by each rank")] if patched.path else []),
         (VOCAB_VARIABLE, str(vocab), "the model's vocabulary is the tokenizer's"),
         (TOKENIZER_VARIABLE, tokenizer, "the tokenizer's folder"),
         *([(LAYERS_VARIABLE, str(layers), "of the cut model")] if layers else []),
@@ -144,69 +176,86 @@ def rank_variables(
 
 
 def launch(
-    run: Run, line: Sequence[str], env: dict[str, str], *, show: Show, shown_rank: int = 0
+    asked: Launch, *, show: Show, shown_rank: int = 0, owned: owner.Owner | None = None
 ) -> Ended:
-    """Run ``line`` to its end, showing one rank's output meanwhile; pass signals on."""
-    logs = run.folder / "logs"
-    logs.mkdir(exist_ok=True)
-    started = time.time()
-    with open(logs / AGENT_LOG, "w") as agent_log:
-        torchrun = subprocess.Popen(
-            line, env=env, stdout=agent_log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    asked: list[signal.Signals] = []
+    """Run torchrun to its end, showing one rank's output meanwhile; see [Note: How a run ends]."""
+    signals: list[signal.Signals] = []
+    torchrun: subprocess.Popen | None = None
 
     def pass_on(signum: int, frame: FrameType | None) -> None:
-        asked.append(signal.Signals(signum))
-        if len(asked) == 1:
-            print("\nasked to stop: finishing the step and saving …", flush=True)
+        signals.append(signal.Signals(signum))
+        if torchrun is not None:
             torchrun.send_signal(signal.SIGTERM)
-        else:
-            os.killpg(torchrun.pid, signal.SIGKILL)
 
-    before = {s: signal.signal(s, pass_on) for s in STOPS}
-    done = threading.Event()
-    follower = threading.Thread(target=_follow, args=(logs, shown_rank, started, done, show))
-    follower.start()
+    # A signal that is ignored stays so: `nohup` asks for that.
+    handled = [s for s in STOPS if signal.getsignal(s) is not signal.SIG_IGN]
+    before = {s: signal.signal(s, pass_on) for s in handled}
     try:
-        code = torchrun.wait()
+        log = _Log(asked.run.folder / "logs", shown_rank, show)
+        torchrun = asked.start(owned=owned)
+        if signals:  # one that came while it was started
+            torchrun.send_signal(signal.SIGTERM)
+        told = False
+        while torchrun.poll() is None:
+            log.read()
+            if signals and (len(signals) > 1 or not log.begun):
+                processes.end(processes.of_run(asked.run.folder))
+            if signals and not told:
+                told = True
+                saves = "finishing the step and saving" if log.begun else "no step has begun"
+                terminal.say(f"\nasked to stop: {saves} …")
+            if owned:
+                owned.renew()
+            time.sleep(0.2)
+        # Where torchrun was killed, its ranks notice and save.
+        processes.end(processes.of_run(asked.run.folder), patience=asked.shutdown_seconds)
+        log.read()
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
-        done.set()
-        follower.join()
-    return Ended(code, asked[0] if asked else None)
+    return Ended(torchrun.returncode, signals[0] if signals else None)
 
 
-def _follow(logs: Path, rank: int, started: float, done: threading.Event, show: Show) -> None:
-    """Print the lines of ``rank`` as they come, until ``done`` and nothing is left."""
-    names = {
-        Show.NOTHING: (),
-        Show.TITAN: ("stdout.log",),
-        Show.EVERYTHING: ("stdout.log", "stderr.log"),
-    }
-    positions: dict[Path, int] = {}
-    while True:
-        last_look = done.is_set()
-        folder = rank_folder(logs, rank)
-        if folder is not None and folder.stat().st_mtime >= started - 1:
-            for name in names[show]:
-                _print_new(folder / name, positions, show)
-        if last_look:
+@dataclass(slots=True)
+class _Log:
+    """The shown rank's output, printed as it comes."""
+
+    logs: Path
+    rank: int
+    show: Show
+    begun: bool = False  # the first step
+    started: float = field(default_factory=time.time)
+    waited: bool = False
+    positions: dict[Path, int] = field(default_factory=dict)
+
+    def read(self) -> None:
+        folder = rank_folder(self.logs, self.rank)
+        # An earlier attempt's is older.
+        if folder is None or folder.stat().st_mtime < self.started - 1:
+            return self._wait(time.time() - self.started)
+        self._print(folder / "stdout.log", TITAN_LINE, self.show is not Show.NOTHING)
+        if self.show is Show.EVERYTHING:
+            self._print(folder / "stderr.log", re.compile(""), True)
+
+    def _wait(self, age: float) -> None:
+        if not self.waited and age > MEETING_SECONDS:
+            self.waited = True
+            terminal.say(
+                f"no rank has started yet, after {MEETING_SECONDS} s: torchrun waits for the "
+                f"machine, or for other nodes; its log: {self.logs / AGENT_LOG}"
+            )
+
+    def _print(self, path: Path, wanted: re.Pattern[str], shown: bool) -> None:
+        if not path.exists():
             return
-        done.wait(0.2)
-
-
-def _print_new(path: Path, positions: dict[Path, int], show: Show) -> None:
-    if not path.exists():
-        return
-    with open(path, errors="replace") as file:
-        file.seek(positions.get(path, 0))
-        while (line := file.readline()).endswith("\n"):
-            positions[path] = file.tell()
-            wanted = TITAN_LINE.match(line) and not any(word in line for word in QUIET)
-            if show is Show.EVERYTHING or wanted:
-                print(line, end="", flush=True)
+        with open(path, encoding="utf-8", errors="replace") as file:
+            file.seek(self.positions.get(path, 0))
+            while (line := file.readline()).endswith("\n"):
+                self.positions[path] = file.tell()
+                self.begun = self.begun or BEGUN in line
+                plain = wanted.match(line) and not any(word in line for word in QUIET)
+                if shown and (plain or self.show is Show.EVERYTHING):
+                    terminal.say(line, end="")
 
 
 def explain(run: Run, ended: Ended) -> UserError | None:
@@ -215,36 +264,31 @@ def explain(run: Run, ended: Ended) -> UserError | None:
     Cut-off checkpoints are removed; the last good one is named with the command that goes on.
     """
     end = run.end()
-    if ended.asked_by is not None:
-        return _explain_stop(run, ended.asked_by, end)
-    if ended.code == 0 and end is not None:
+    if ended.code == 0 and end is not None and ended.asked_by is None:
         return None
     # Looked at before room is made. The logs may be on the full disk too, and say nothing.
-    full = shutil.disk_usage(run.folder).free < FULL_DISK_BYTES
-    run.remove_incomplete()
-    agent_output = (run.folder / "logs" / AGENT_LOG).read_text(errors="replace")
-    why = "the disk is full" if full else diagnose(run.folder / "logs", agent_output).sentence
-    return UserError(f"{why}; {_go_on(run)}; logs: {run.folder / 'logs'}", exit_code=1)
-
-
-def _explain_stop(run: Run, asked_by: signal.Signals, end: dict | None) -> UserError:
-    code = 128 + asked_by
-    if end is None:
-        run.remove_incomplete()
-        return UserError(
-            f"stopped by {asked_by.name} before it could save; {_go_on(run)}", exit_code=code
-        )
-    return UserError(
-        f"stopped by {asked_by.name} after step {end['step']}; {_go_on(run)}", exit_code=code
-    )
+    full = look(lambda: shutil.disk_usage(run.folder).free < FULL_DISK_BYTES, False)
+    if end is None or ended.asked_by is None:
+        checkpoints.remove_cut_off(run.checkpoints_folder)
+    if ended.asked_by is not None:
+        where = f"after step {end['step']}" if end else "before it could save"
+        code = 128 + ended.asked_by
+        return UserError(f"stopped by {ended.asked_by.name} {where}; {_go_on(run)}", exit_code=code)
+    logs = run.folder / "logs"
+    output = look(lambda: (logs / AGENT_LOG).read_text(errors="replace"), "")
+    why = "the disk is full" if full else diagnose(logs, output).sentence
+    if ended.code < 0:  # the ranks have ended by themselves
+        why = f"torchrun was killed by signal {-ended.code}"
+    return UserError(f"{why}; {_go_on(run)}; logs: {logs}", exit_code=1)
 
 
 def _go_on(run: Run) -> str:
-    steps = run.checkpoints()
-    if not steps:
-        return "no checkpoint was written"
+    step = checkpoints.newest_whole(run.checkpoints_folder)
+    if step is None:
+        damaged = checkpoints.complete(run.checkpoints_folder)
+        return "no checkpoint is whole" if damaged else "no checkpoint was written"
     config = run.folder.parent.name
     return (
-        f"the last good checkpoint is {run.checkpoint(steps[-1])}, "
+        f"the last good checkpoint is {run.checkpoint(step)}, "
         f"go on with: integration train {config} --resume"
     )

@@ -5,19 +5,18 @@
 """
 
 import json
-import re
-import shutil
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
 from integration.ground import files
 from integration.ground.errors import UserError
+from integration.ground.machine import look
 from integration.ground.paths import outputs_dir
+from integration.jobs import checkpoints
 from integration.jobs.handover import END_FILE
 
 JOB_FILE = "job.json"
-CHECKPOINTS = "checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,38 +91,20 @@ class Run:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{self.folder / JOB_FILE} cannot be read: {error!r}") from error
 
+    @property
+    def checkpoints_folder(self) -> Path:
+        return self.folder / "checkpoint"
+
     def checkpoints(self) -> list[int]:
-        """Return the steps of complete checkpoints, ascending: DCP writes ``.metadata`` last."""
-        found = []
-        for folder in (self.folder / CHECKPOINTS).glob("step-*"):
-            match = re.fullmatch(r"step-(\d+)", folder.name)
-            if match and (folder / ".metadata").exists():
-                found.append(int(match[1]))
-        return sorted(found)
+        """Return the steps of complete checkpoints, ascending."""
+        return checkpoints.complete(self.checkpoints_folder)
 
     def checkpoint(self, step: int) -> Path:
-        return self.folder / CHECKPOINTS / f"step-{step}"
-
-    def remove_incomplete(self) -> list[str]:
-        """Delete checkpoints that were cut off while written; return their names.
-
-        They cannot be loaded, and on a full disk they stand in the way of the next one.
-        """
-        cut_off = [
-            folder
-            for folder in (self.folder / CHECKPOINTS).glob("step-*")
-            if not (folder / ".metadata").exists()
-        ]
-        for folder in cut_off:
-            shutil.rmtree(folder, ignore_errors=True)
-        return sorted(folder.name for folder in cut_off)
+        return self.checkpoints_folder / f"step-{step}"
 
     def forget_end(self) -> None:
         (self.folder / END_FILE).unlink(missing_ok=True)
 
     def end(self) -> dict | None:
         """Return how training ended (``step``, ``stopped``, ``peak_host_bytes``), if it did."""
-        try:
-            return json.loads((self.folder / END_FILE).read_text())
-        except FileNotFoundError:
-            return None
+        return look(lambda: json.loads((self.folder / END_FILE).read_text()), None)

@@ -1,34 +1,58 @@
 """From what the user asked to a finished run: overlay, data, folder, launch, table."""
 
 import sys
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from integration.data import source as job_data
-from integration.ground import machine
+from integration.ground import machine, owner
 from integration.ground.errors import UserError
-from integration.jobs import catalog
+from integration.ground.options import (
+    Config,
+    Experts,
+    Layers,
+    Rest,
+    Without,
+    at_least,
+    debugging,
+)
+from integration.ground.paths import outputs_dir
+from integration.ground.terminal import say
+from integration.jobs import catalog, checkpoints
 from integration.jobs.spec import JobSpec
 from integration.patchset import overlay, repository
-from integration.train import launch, summary
+from integration.train import launch, options, summary
+from integration.train.launch import Launch
 from integration.train.run import Job, Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One call of ``integration train``."""
+    """Train CONFIG under torchrun, on the full set of patches.
 
-    config: str
-    layers: int | None
-    experts: int | None
-    resume: bool
-    data: Path | None
-    tokenizer: Path | None
-    ranks: int | None
-    port: int | None
-    without: tuple[str, ...]
-    options: tuple[str, ...]
-    debug: bool
+    What follows `--` goes to TorchTitan.
+    """
+
+    config: Config = "mini"
+    resume: bool = False
+    """Go on with the newest run of CONFIG that has a checkpoint."""
+    data: Path | None = None
+    """A folder of .jsonl, .txt or .parquet files, or a data set that was saved to disk."""
+    tokenizer: Path | None = None
+    """A folder with tokenizer.json and tokenizer_config.json."""
+    ranks: int | None = None
+    """The number of processes; one a GPU if none is given, or 2 on a CPU."""
+    layers: Layers = None
+    experts: Experts = None
+    without: Without = ()
+    options: Rest = ()
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "ranks", "layers", "experts")
+
+    def run(self) -> None:
+        train(self)
 
 
 def train(request: Request) -> None:
@@ -38,8 +62,43 @@ def train(request: Request) -> None:
         UserError: what the user can mend, or how the run ended before its last step.
     """
     asked = catalog.find(request.config, layers=request.layers, experts=request.experts)
-    port = machine.free_port(request.port)
-    resumed = Run.latest(request.config) if request.resume else None
+    with ExitStack() as held:
+        run = Run.latest(request.config) if request.resume else None
+        owned = held.enter_context(closing(owner.take(run.folder))) if run else None
+        # What the user can mend is found before a folder is made or changed.
+        prepared = _prepare(request, asked, run)
+        if run is None or owned is None:
+            run = Run.new(request.config)
+            owned = held.enter_context(closing(owner.take(run.folder)))
+        for sentence in checkpoints.set_damaged_aside(run.checkpoints_folder):
+            say(f"warning: {sentence}", error=True)
+        checkpoints.remove_cut_off(run.checkpoints_folder)
+        run.write(prepared.job)
+        run.forget_end()
+        done = run.checkpoints()
+
+        ranks = prepared.ranks
+        say(f"run: {run.folder} ({ranks} rank(s))")
+        ended = launch.launch(
+            replace(prepared, run=run),
+            show=launch.Show.EVERYTHING if debugging() else launch.Show.TITAN,
+            shown_rank=asked.on(ranks).loss_rank,
+            owned=owned,
+        )
+        failure = launch.explain(run, ended)
+        if failure is None or run.end() is not None:
+            first = (done[-1] if done else 0) + 1
+            names = prepared.job.contributions
+            summary.show(run, first_step=first, ranks=ranks, contributions=names)
+    if failure is not None:
+        raise failure
+
+
+def _prepare(request: Request, asked: JobSpec, resumed: Run | None) -> Launch:
+    """Return the start that was asked for, checked as far as it can be without ranks.
+
+    Its run is the one that goes on, or stands for the one to be made.
+    """
     before = resumed.job() if resumed else None
     names = contributions(request.without)
     if before and not request.without:
@@ -54,11 +113,9 @@ def train(request: Request) -> None:
         )
     patched = overlay.build(names)
     ranks = choose_ranks(asked, request.ranks, gpus)
-    if not own_layout(request.options):
-        asked.on(ranks).check()
-
     job = _continued(request, before) if before else _fresh(request)
-    # Looked at before a folder is made: a mistake leaves no empty run behind.
+    if not own_layout(job.options):
+        asked.on(ranks).check()
     vocab = job_data.tokenizer_size(Path(job.tokenizer))
     if vocab > asked.shape.vocab and not asked.tokenizer_vocab:
         raise UserError(
@@ -66,39 +123,20 @@ def train(request: Request) -> None:
             f"{asked.shape.vocab}; name a smaller one with --tokenizer"
         )
     job_data.Source.at(Path(job.data)).check()
-    run = resumed or Run.new(request.config)
-    run.write(replace(job, contributions=tuple(patched.names)))
-    run.remove_incomplete()
-    run.forget_end()
-    done = run.checkpoints()
-
-    print(f"run: {run.folder} ({ranks} rank(s), {'GPU' if gpus else 'CPU'})", flush=True)
-    line = launch.command(run, job, ranks=ranks, port=port, color=sys.stdout.isatty())
-    env = launch.environment(
-        patched,
+    prepared = Launch(
+        run=resumed or Run(outputs_dir() / request.config / "RUN"),
+        job=replace(job, contributions=tuple(patched.names)),
+        patched=patched,
         ranks=ranks,
         vocab=vocab,
-        tokenizer=job.tokenizer,
-        layers=job.layers,
-        experts=job.experts,
+        color=sys.stdout.isatty(),
     )
-    ended = launch.launch(
-        run,
-        line,
-        env,
-        show=launch.Show.EVERYTHING if request.debug else launch.Show.TITAN,
-        shown_rank=asked.on(ranks).loss_rank,
-    )
-    failure = launch.explain(run, ended)
-    if failure is None or run.end() is not None:
-        summary.show(
-            run,
-            first_step=(done[-1] if done else 0) + 1,
-            ranks=ranks,
-            contributions=patched.names,
-        )
-    if failure is not None:
-        raise failure
+    if request.options:
+        steps = options.accepted(prepared)["training.steps"]
+        whole = checkpoints.newest_whole(resumed.checkpoints_folder) if resumed else None
+        if resumed and whole is not None:
+            options.refuse_shorter(steps, whole, resumed.checkpoint(whole))
+    return prepared
 
 
 # Without it TorchTitan asks for a driver that is not there.
@@ -128,6 +166,12 @@ def choose_ranks(job: JobSpec, asked: int | None, gpus: int) -> int:
             f"{which} needs as many GPUs, one a rank, and torch sees {gpus}; "
             f"see what it needs with: integration plan {job.name}"
         )
+    if not gpus and ranks > (cores := machine.cores()):
+        say(
+            f"warning: {ranks} ranks share {cores} cores: the start and each step take at least "
+            f"{ranks / cores:.3g} times as long as with a core for each rank, as --ranks {cores}",
+            error=True,
+        )
     return ranks
 
 
@@ -137,37 +181,9 @@ def own_layout(options: tuple[str, ...]) -> bool:
 
 
 def contributions(without: tuple[str, ...]) -> list[str] | None:
-    """Return the names of all contributions but those left out; None for all of them.
-
-    What requires one of ``without`` cannot stay, which is said: on stderr, as ``launch --dry``
-    prints a script.
-
-    Raises:
-        UserError: there is none of that name.
-    """
-    if not without:
-        return None
-    dependents = dependents_of(without)
-    if dependents:
-        print(
-            f"left out too, as they require {', '.join(without)}: {', '.join(dependents)}",
-            file=sys.stderr,
-        )
-    every = repository.load()
-    gone = {c.name for c in repository.find(every, (*without, *dependents))}
-    return [c.name for c in every if c.name not in gone]
-
-
-def dependents_of(without: tuple[str, ...]) -> list[str]:
-    """Return the names of the other contributions that require one of ``without``.
-
-    Raises:
-        UserError: there is none of that name.
-    """
-    every = repository.load()
-    asked = {c.name for c in repository.find(every, without)}
-    kept = {c.name for c in repository.leave_out(every, asked)}
-    return [c.name for c in every if c.name not in kept | asked]
+    """Return the names of the set without those left out, as ``repository.without`` does."""
+    kept = repository.without(without)
+    return None if kept is None else list(kept)
 
 
 def _as_before(before: Job) -> list[str]:
@@ -199,8 +215,6 @@ def _fresh(request: Request) -> Job:
 
 
 def _continued(request: Request, before: Job) -> Job:
-    data = str(request.data.absolute()) if request.data else before.data
-    tokenizer = str(request.tokenizer.absolute()) if request.tokenizer else before.tokenizer
     for name in ("layers", "experts"):
         now, then = getattr(request, name), getattr(before, name)
         if now is not None and now != then:
@@ -208,5 +222,17 @@ def _continued(request: Request, before: Job) -> Job:
                 f"--resume goes on with a run of {then or 'the default number of'} {name}, and "
                 f"--{name} {now} makes another model; leave it out, or start anew without --resume"
             )
-    options = before.options + request.options
-    return replace(before, data=data, tokenizer=tokenizer, options=options)
+    folders = (
+        (request.tokenizer or Path(before.tokenizer)).absolute(),
+        (request.data or Path(before.data)).absolute(),
+    )
+    if any(not f.exists() and f.parent.name.startswith("pins-") for f in folders):
+        # The default data, of these pins or others; that of these can always be built again.
+        default = {f.parts[-2:]: f for f in job_data.default_folders()}
+        folders = tuple(default.get(f.parts[-2:], f) for f in folders)
+    return replace(
+        before,
+        tokenizer=str(folders[0]),
+        data=str(folders[1]),
+        options=options.merged(before.options, request.options),
+    )

@@ -37,7 +37,16 @@ def scalars(folder: Path, tag: str) -> dict[int, float]:
 
 
 def show(run: Run, *, first_step: int, ranks: int, contributions: Sequence[str]) -> None:
-    """Print the table for the steps from ``first_step`` on."""
+    """Print the table for the steps from ``first_step`` on; a run that has ended fails no more."""
+    try:
+        table = _table(run, first_step=first_step, ranks=ranks, contributions=contributions)
+        # A log file has no width of its own; what is there to be copied must not be folded.
+        terminal.console(160).print(table)
+    except Exception as error:
+        terminal.say(f"the table of {run.folder} cannot be shown: {error!r}", error=True)
+
+
+def _table(run: Run, *, first_step: int, ranks: int, contributions: Sequence[str]) -> Table:
     tb = run.folder / "tb"
     losses = {s: v for s, v in scalars(tb, LOSS).items() if s >= first_step}
     end = run.end()
@@ -65,5 +74,4 @@ def show(run: Run, *, first_step: int, ranks: int, contributions: Sequence[str])
     checkpoints = run.checkpoints()
     table.add_row("checkpoint", str(run.checkpoint(checkpoints[-1])) if checkpoints else "none")
     table.add_row("TensorBoard", str(tb))
-    # A log file has no width of its own; what is there to be copied must not be folded.
-    terminal.console(160).print(table)
+    return table

@@ -1,6 +1,7 @@
 # Owner(s): ["module: nn"]
 
 import math
+import random as py_random
 import unittest.mock
 from fractions import Fraction
 
@@ -52,17 +53,90 @@ class TestClipGradCPU(TestCase):
         after = exact_norm([p.grad for p in parameters])
         self.assertEqual(after, 1.0, rtol=1e-5, atol=0)
 
-    @parametrize("layout", ["transposed", "expanded", "strided", "skinny"])
-    def test_layouts(self, layout):
+    @parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @parametrize("layout", ["channels_last", "transposed", "permuted", "parameter"])
+    def test_dense_layouts(self, layout, dtype):
         torch.manual_seed(0)
         tensor = {
-            "transposed": lambda: torch.randn(3000, 1000).t(),
+            "channels_last": lambda t: t.view(-1, 1024, 3, 3).to(
+                memory_format=torch.channels_last
+            ),
+            "transposed": lambda t: t.view(-1, 1152).t(),
+            "permuted": lambda t: t.view(16, -1, 64, 1).permute(2, 3, 0, 1),
+            "parameter": lambda t: torch.nn.Parameter(t),
+        }[layout](torch.randn(9 << 19).to(dtype))
+        total = get_total_norm([tensor])
+        exact = exact_norm([tensor.detach()])
+        rounding = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
+        self.assertEqual(total.item(), exact, rtol=rounding, atol=0)
+        self.assertEqual(total.dtype, dtype)
+
+    def test_random_dense_layouts(self):
+        """Sizes and orders of dims, offsets into the storage, several tensors."""
+        random = py_random.Random(0)
+        for _ in range(12):
+            shape = [random.choice((1, 2, 3, 7, 16, 33)) for _ in range(3)]
+            shape.append((1 << 20) // math.prod(shape) + random.randrange(1, 40))
+            random.shuffle(shape)
+            offset = random.randrange(3)
+            storage = torch.randn(offset + math.prod(shape))
+            dense = storage[offset:].view(shape)
+            order = random.sample(range(4), 4)
+            tensors = [dense.permute(order), torch.randn(random.randrange(1, 9))]
+            total = get_total_norm(tensors)
+            self.assertEqual(total.item(), exact_norm(tensors), rtol=1e-6, atol=0)
+
+    @parametrize("layout", ["expanded", "strided", "overlapping"])
+    def test_gaps_and_overlaps_are_as_before(self, layout):
+        torch.manual_seed(0)
+        tensor = {
             "expanded": lambda: torch.randn(3000, 1).expand(3000, 1000),
             "strided": lambda: torch.randn(3000, 2000)[:, ::2],
-            "skinny": lambda: torch.randn(3_000_000, 1),
+            "overlapping": lambda: torch.randn(2 << 20).unfold(0, 8, 4),
         }[layout]()
-        total = get_total_norm([tensor])
-        self.assertEqual(total.item(), exact_norm([tensor]), rtol=1e-6, atol=0)
+        expected = torch.linalg.vector_norm(torch.linalg.vector_norm(tensor)[None])
+        self.assertEqual(get_total_norm([tensor]), expected, rtol=0, atol=0)
+
+    @parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_half_precision(self, dtype):
+        # One rounding of the result, however many tensors have rows; the pristine sum
+        # of squares of equal values stops growing.
+        torch.manual_seed(0)
+        half = torch.finfo(dtype).eps / 2
+        equal = torch.full((1 << 25,), 0.01, dtype=dtype)
+        normal = [torch.randn((1 << 23) + 5).to(dtype) for _ in range(2)]
+        for tensors in ([equal], normal):
+            total = get_total_norm(tensors)
+            self.assertEqual(total.dtype, dtype)
+            exact = exact_norm(tensors)
+            self.assertEqual(total.item(), exact, rtol=half * 1.02, atol=0)
+        mixed = get_total_norm([*normal, torch.randn(5)])
+        self.assertEqual(mixed.dtype, torch.float32)
+
+    def test_equal_values(self):
+        # Their rounding errors all have one sign.
+        random = py_random.Random(0)
+        for value in [0.1, 1.0, *(random.uniform(1, 2) for _ in range(6))]:
+            tensor = torch.full((1 << 22,), value)
+            exact = tensor[0].double().item() * 2048
+            total = get_total_norm([tensor]).item()
+            self.assertEqual(total, exact, rtol=1.1e-6, atol=0)
+
+    def test_zeros(self):
+        self.assertEqual(get_total_norm([torch.zeros(LARGE)]).item(), 0)
+
+    def test_sparse(self):
+        for num_rows in (10, 1 << 17):  # with the zeros, small and large
+            embedding = torch.nn.Embedding(num_rows, 64, sparse=True)
+            embedding(torch.tensor([1, 2, 3])).sum().backward()
+            dense = torch.nn.Parameter(torch.empty(LARGE))
+            dense.grad = torch.full((LARGE,), 0.5)
+            total = clip_grad_norm_([embedding.weight], 1.0)
+            self.assertEqual(total.item(), math.sqrt(3 * 64), rtol=1e-6, atol=0)
+            embedding.weight.grad = embedding.weight.grad * total
+            total = clip_grad_norm_([embedding.weight, dense], 1.0)
+            exact = math.sqrt(3 * 64 + LARGE / 4)
+            self.assertEqual(total.item(), exact, rtol=1e-6, atol=0)
 
     @parametrize("norm_type", [0.5, 1.0, 3.0, math.inf])
     def test_other_norms_are_as_before(self, norm_type):
@@ -73,27 +147,28 @@ class TestClipGradCPU(TestCase):
         )
         self.assertEqual(get_total_norm([tensor], norm_type), expected, rtol=0, atol=0)
 
-    @parametrize("dtype", [torch.bfloat16, torch.float16])
-    def test_other_dtypes_are_as_before(self, dtype):
-        # Rows of these would have their norms rounded.
+    def test_float64_is_as_before(self):
         torch.manual_seed(0)
-        tensor = torch.randn(LARGE).to(dtype)
-        norm = torch.linalg.vector_norm(tensor)
-        expected = torch.linalg.vector_norm(norm[None])
+        tensor = torch.randn(LARGE, dtype=torch.float64)
+        expected = torch.linalg.vector_norm(torch.linalg.vector_norm(tensor)[None])
         self.assertEqual(get_total_norm([tensor]), expected, rtol=0, atol=0)
 
-    def test_small_tensors_are_as_before(self):
-        # The limit itself, too; for these, one operator for all of them.
+    @parametrize("num_large", [0, 1])
+    def test_small_tensors_are_as_before(self, num_large):
+        # Up to the limit itself. One operator for all of them, large ones or not.
         torch.manual_seed(0)
-        tensors = [torch.randn(1 << 20), torch.randn(3), torch.randn(0)]
-        norms = torch.stack(torch._foreach_norm(tensors, 2.0))
-        expected = torch.linalg.vector_norm(norms)
-        self.assertEqual(get_total_norm(tensors), expected, rtol=0, atol=0)
+        small = [torch.randn((1 << 20) - 1), torch.randn(3), torch.randn(0)]
+        large = [torch.randn(1 << 20) for _ in range(num_large)]
+        norms = torch._foreach_norm(small, 2.0)
         with unittest.mock.patch.object(
             torch, "_foreach_norm", wraps=torch._foreach_norm
         ) as foreach_norm:
-            get_total_norm(tensors)
-        self.assertEqual(foreach_norm.call_count, 1)
+            total = get_total_norm(small + large)
+        foreach_norm.assert_called_once()
+        self.assertEqual(len(foreach_norm.call_args.args[0]), len(small))
+        if not large:
+            expected = torch.linalg.vector_norm(torch.stack(norms))
+            self.assertEqual(total, expected, rtol=0, atol=0)
 
     @parametrize("value", [math.inf, -math.inf, math.nan])
     @parametrize("where", [0, LARGE // 2, LARGE - 1])
@@ -114,16 +189,10 @@ class TestClipGradCPU(TestCase):
         try:
             for count in (1, 2, 3):
                 torch.set_num_threads(count)
-                totals.append(get_total_norm([tensor.view(-1)]).item())
+                totals.append(get_total_norm([tensor]).item())
         finally:
             torch.set_num_threads(threads)
         self.assertEqual(len(set(totals)), 1)
-
-    def test_float64(self):
-        torch.manual_seed(0)
-        tensor = torch.randn(LARGE, dtype=torch.float64)
-        total = get_total_norm([tensor])
-        self.assertEqual(total.item(), exact_norm([tensor]), rtol=1e-13, atol=0)
 
 
 instantiate_parametrized_tests(TestClipGradCPU)

@@ -4,8 +4,15 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
+from torch.distributed.tensor import (
+    distribute_tensor,
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+)
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.testing._internal.common_cuda import TEST_MULTIGPU
 from torch.testing._internal.common_utils import (
@@ -66,16 +73,54 @@ class TestClipGradCPUDTensor(TwoRanksTestBase):
                 self.assertEqual(got, exact_norm(full), rtol=1e-6, atol=0)
 
     @with_comms
-    def test_sharded_along_the_rows_is_as_before(self):
-        # Norms of rows that are cut would have to be reduced, row by row.
+    def test_shards_in_any_layout(self):
+        """Shards along the last dim, of one dim, of two columns, of a transpose."""
         mesh = init_device_mesh("cpu", (2,))
         torch.manual_seed(0)
-        grad = distribute_tensor(torch.randn(1200, 1000), mesh, [Shard(1)])
-        with CommDebugMode() as comms:
-            total = get_total_norm([grad])
-        expected, collectives = norm_at_once(grad)
-        self.assertEqual(comms.get_total_counts(), collectives)
-        self.assertEqual(total.full_tensor(), expected.full_tensor(), rtol=0, atol=0)
+        cases = [
+            (torch.randn(2, 1 << 20), [Shard(1)]),
+            (torch.randn((1 << 21) + 3), [Shard(0)]),
+            (torch.randn(1 << 20, 2), [Shard(0)]),
+            (torch.randn(1024, 2048).t(), [Shard(0)]),
+        ]
+        for full, placements in cases:
+            grad = distribute_tensor(full, mesh, placements)
+            with CommDebugMode() as comms:
+                total = get_total_norm([grad])
+            self.assertEqual(comms.get_total_counts(), norm_at_once(grad)[1])
+            got = total.full_tensor().item()
+            self.assertEqual(got, exact_norm(full), rtol=1e-6, atol=0)
+
+    @with_comms
+    def test_strided_shard(self):
+        mesh = init_device_mesh("cpu", (2,))
+        torch.manual_seed(0)
+        full = torch.randn(4, 1 << 19)
+        local = full.view(2, 2, -1)[:, self.rank].clone()
+        grad = DTensor.from_local(local, mesh, [_StridedShard(0, split_factor=2)])
+        total = get_total_norm([grad]).full_tensor().item()
+        self.assertEqual(total, exact_norm(full), rtol=1e-6, atol=0)
+
+    @with_comms
+    def test_layouts_together(self):
+        mesh = init_device_mesh("cpu", (2,))
+        torch.manual_seed(0)
+        full = [torch.randn(4, 1 << 20) for _ in range(4)] + [torch.randn(4, 4)]
+        placements = [Shard(0), Shard(1), Replicate(), Shard(0), Shard(0)]
+        grads = [distribute_tensor(t, mesh, [p]) for t, p in zip(full, placements)]
+        total = get_total_norm(grads).full_tensor().item()
+        exact = sum(exact_norm(t) ** 2 for t in full) ** 0.5
+        self.assertEqual(total, exact, rtol=1e-6, atol=0)
+
+    @with_comms
+    def test_sums_are_as_before(self):
+        # The norm of a sum is not a sum of norms.
+        mesh = init_device_mesh("cpu", (2,))
+        local = torch.full((1 << 20,), float(self.rank + 1))
+        grad = DTensor.from_local(local, mesh, [Partial()])
+        total = get_total_norm([grad]).full_tensor()
+        expected = torch.linalg.vector_norm(torch.full((1 << 20,), 3.0))
+        self.assertEqual(total, expected, rtol=0, atol=0)
 
     @with_comms
     def test_two_mesh_dims(self):

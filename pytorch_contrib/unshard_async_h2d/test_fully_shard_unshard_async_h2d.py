@@ -152,6 +152,8 @@ class SimulatedDevice(TorchDispatchMode):
             is_write |= func.namespace == "c10d" and i == 0
             is_write |= func.namespace == "fsdp" and arg.name == "all_gather_output"
             (writes if is_write else reads).extend(tensors)
+        if func in EMPTY_OPS:
+            reads = []
         out = func(*args, **kwargs)
         known = {t.untyped_storage()._cdata for t in writes + reads}
         new = [
@@ -239,7 +241,16 @@ class SimulatedAllGather(DefaultAllGather):
 @contextlib.contextmanager
 def simulated_device():
     device = SimulatedDevice()
+    to = torch.Tensor.to
+
+    def copy_to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # Host and device are the same here, so the copies between them must be made
+        copy = kwargs.get("non_blocking", False)
+        copy &= not hasattr(tensor, "fsdp_pre_all_gather")  # which would be lost
+        return to(tensor, *args, **kwargs, copy=copy)
+
     with contextlib.ExitStack() as stack:
+        stack.enter_context(unittest.mock.patch.object(torch.Tensor, "to", copy_to))
         for module in (_fsdp_collectives, _fsdp_param_group, _fsdp_state):
             stack.enter_context(
                 unittest.mock.patch.object(
@@ -279,6 +290,13 @@ def build_model(
     return model
 
 
+def set_unshard_async_op(model: nn.Module, async_op: bool) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                group.unshard_async_op = async_op
+
+
 def add_extension(
     fsdp_param: FSDPParam, device: SimulatedDevice, streams: list[str]
 ) -> None:
@@ -312,7 +330,7 @@ class TestFullyShardUnshardAsyncH2DStreams(TestCase):
         self, device: SimulatedDevice, async_op: bool, world_size: int = 2, **kwargs
     ) -> FSDPModule:
         model = build_model(world_size, **kwargs)
-        model.set_unshard_async_op(async_op)
+        set_unshard_async_op(model, async_op)
         self._run(device, model)  # lazy init, so all streams exist after it
         nccl_stream = device.Stream()
         for layer in model:
@@ -360,13 +378,30 @@ class TestFullyShardUnshardAsyncH2DStreams(TestCase):
                 for _ in range(2):
                     for layer in model:
                         layer.unshard(async_op=True)
+                    # As if the parameters were changed
+                    torch.autograd.graph.increment_version(list(model.parameters()))
                     for layer in model:
-                        layer.reshard()
-                        (group,) = layer._get_fsdp_state()._fsdp_param_groups
-                        for fsdp_param in group.fsdp_params:
-                            self.assertIsNone(fsdp_param.device_shard)
+                        layer.unshard(async_op=True)
                 self._run(device, model)
             self.assertEqual(device.errors, [])
+
+    def test_failed_unshard_is_ordered(self):
+        """The all-gather output is freed while the copy-in may still write to it."""
+
+        class FailingAllGather(SimulatedAllGather):
+            def __call__(self, *args: Any, **kwargs: Any) -> Any:
+                raise RuntimeError("all-gather failed")
+
+        with simulated_device() as device:
+            model = self._train(device, True)
+            nccl_stream = device.streams[-1]
+            model[0].set_custom_all_gather(FailingAllGather(device, nccl_stream))
+            for _ in range(2):
+                with self.assertRaisesRegex(RuntimeError, "all-gather failed"):
+                    model[0].unshard(async_op=True)
+            model[0].set_custom_all_gather(SimulatedAllGather(device, nccl_stream))
+            self._run(device, model)
+        self.assertEqual(device.errors, [])
 
     @parametrize("world_size", (1, 2))
     def test_copies_overlap_with_compute(self, world_size):
@@ -380,7 +415,7 @@ class TestFullyShardUnshardAsyncH2DStreams(TestCase):
             copies, overlaps = [], []
 
             def on_op(func, stream, allocated):
-                if func is torch.ops.aten.copy_.default and stream is copy_in:
+                if func is torch.ops.aten._to_copy.default and stream is copy_in:
                     copies.append(stream.clock["copy_in"])
                 if func is torch.ops.aten.addmm.default:
                     in_flight = [c for c in copies if c > compute.clock["copy_in"]]
@@ -389,26 +424,62 @@ class TestFullyShardUnshardAsyncH2DStreams(TestCase):
             device.on_op = on_op
             with torch.no_grad():
                 model(torch.randn(2, DIM))
-        num_params = 4
-        self.assertEqual(len(copies), NUM_LAYERS * num_params)
+        num_ops = 2 * 4  # copy and cast of each parameter
+        self.assertEqual(len(copies), NUM_LAYERS * num_ops)
         # Two matmuls a layer, and the last layer prefetches nothing
-        expected = [num_params] * 2 * (NUM_LAYERS - 1) + [0, 0]
+        expected = [num_ops] * 2 * (NUM_LAYERS - 1) + [0, 0]
         self.assertEqual(overlaps, expected)
 
-    def test_memory_is_from_compute_stream(self):
-        for mp_policy in (MixedPrecisionPolicy(), MP_POLICY):
-            with simulated_device() as device:
-                model = self._train(device, True, mp_policy=mp_policy)
-                pools = defaultdict(int)
+    def test_copies_do_not_wait_for_previous_all_gather(self):
+        """
+        The copies of a layer are ordered neither after the all-gather of the layer
+        before it nor after its copy-out, so the host-to-device link need not idle.
+        """
+        with simulated_device() as device:
+            model = self._train(device, True, mp_policy=MP_POLICY)
+            compute, copy_in = device.streams[:2]
+            all_gathers, copy_outs, copies = [], [], []
 
-                def on_op(func, stream, allocated):
-                    for memory in allocated:
-                        pools[memory.alloc_stream.name] += 1
+            def on_op(func, stream, allocated):
+                if func.namespace == "c10d":
+                    all_gathers.append(stream.clock["nccl"])
+                if func is torch.ops.fsdp.split_with_sizes_copy.default:
+                    copy_outs.append(compute.clock["compute"])
+                if func is torch.ops.aten._to_copy.default and stream is copy_in:
+                    clock = (copy_in.clock["nccl"], copy_in.clock["compute"])
+                    copies.append((len(all_gathers), len(copy_outs), clock))
 
-                device.on_op = on_op
-                with torch.no_grad():
-                    model(torch.randn(2, DIM))
-            self.assertEqual(list(pools), ["compute"])
+            device.on_op = on_op
+            with torch.no_grad():
+                model(torch.randn(2, DIM))
+        # For each parameter of the second to last layer, copy and cast
+        num_ops = 2 * 4
+        self.assertEqual(len(copies), NUM_LAYERS * num_ops)
+        for layer in range(1, NUM_LAYERS):
+            num_all_gathers, num_copy_outs, clock = copies[layer * num_ops]
+            # At its prefetch, these had been issued
+            self.assertEqual((num_all_gathers, num_copy_outs), (layer, layer))
+            self.assertLess(clock[0], all_gathers[layer - 1])
+            self.assertLess(clock[1], copy_outs[layer - 1])
+
+    @parametrize("world_size", (1, 2))
+    @parametrize("mp_policy", (MixedPrecisionPolicy(), MP_POLICY))
+    def test_copy_in_stream_holds_no_memory(self, mp_policy, world_size):
+        """While compute runs, all memory that is held is from its own pool."""
+        with simulated_device() as device:
+            model = self._train(device, True, world_size, mp_policy=mp_policy)
+            pools: list[set[str]] = []
+
+            def on_op(func, stream, allocated):
+                if func is torch.ops.aten.addmm.default:
+                    streams = (m.alloc_stream for m in device.memory.values())
+                    names = {stream.name for stream in streams if stream}
+                    pools.append(names & {"compute", "copy_in", "all_gather"})
+
+            device.on_op = on_op
+            with torch.no_grad():
+                model(torch.randn(2, DIM))
+        self.assertEqual(pools, [{"compute"}] * 2 * NUM_LAYERS)
 
     def test_all_gather_extension(self):
         """`fsdp_pre_all_gather` and its copy run in the copy stream as a whole."""
@@ -416,7 +487,7 @@ class TestFullyShardUnshardAsyncH2DStreams(TestCase):
         with simulated_device() as device:
             streams: list[str] = []
             model = build_model(mp_policy=MP_POLICY)
-            model.set_unshard_async_op(True)
+            set_unshard_async_op(model, True)
             for layer in model:
                 (group,) = layer._get_fsdp_state()._fsdp_param_groups
                 for fsdp_param in group.fsdp_params:
@@ -426,32 +497,26 @@ class TestFullyShardUnshardAsyncH2DStreams(TestCase):
         self.assertEqual(device.errors, [])
         self.assertEqual(set(streams[-4:]), {"copy_in"})
 
-    def test_flag_off_is_unchanged(self):
-        """Without an async unshard no device shards are kept."""
+    def test_unshard_outside_of_forward(self):
+        """It is ordered after the current stream, which may write to the parameters."""
+        with simulated_device() as device:
+            model = self._train(device, True)
+            compute, copy_in = device.streams[:2]
+            with torch.no_grad():
+                model[0][0].weight.to_local().zero_()
+            written = compute.clock["compute"]
+            model[0].unshard(async_op=True)
+            self.assertGreaterEqual(copy_in.clock["compute"], written)
+        self.assertEqual(device.errors, [])
+
+    def test_sync_unshard_is_unchanged(self):
         with simulated_device() as device:
             model = build_model()
             with unittest.mock.patch.object(
-                _fsdp_param_group, "copy_shards_to_device"
-            ) as copy:
+                _fsdp_param_group.FSDPParamGroup, "_unshard_offloaded"
+            ) as unshard_offloaded:
                 self._run(device, model)
-            copy.assert_not_called()
-
-    def test_recovers_from_failed_unshard(self):
-        """Device shards of a failed unshard must not serve a later one."""
-        with simulated_device() as device:
-            model = self._train(device, True)
-            layer = model[0]
-            with unittest.mock.patch.object(
-                _fsdp_param_group, "foreach_all_gather", side_effect=RuntimeError
-            ):
-                with self.assertRaises(RuntimeError):
-                    layer.unshard(async_op=True)
-            (group,) = layer._get_fsdp_state()._fsdp_param_groups
-            self.assertIsNotNone(group.fsdp_params[0].device_shard)
-            model.reset_iter_state()
-            self.assertIsNone(group.fsdp_params[0].device_shard)
-            self._run(device, model)
-        self.assertEqual(device.errors, [])
+            unshard_offloaded.assert_not_called()
 
 
 instantiate_parametrized_tests(TestFullyShardUnshardAsyncH2DStreams)
@@ -462,7 +527,7 @@ class UnshardAsyncH2DParityTests:
 
     def _train(self, async_op: bool, **kwargs: Any):
         model = build_model(device_type=self.device_type(), **kwargs)
-        model.set_unshard_async_op(async_op)
+        set_unshard_async_op(model, async_op)
         optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
         generator = torch.Generator().manual_seed(1 + self.rank)
         losses = []
@@ -486,6 +551,51 @@ class UnshardAsyncH2DParityTests:
         for mp_policy in (MixedPrecisionPolicy(), MP_POLICY):
             for world_size in (1, self.world_size):
                 self._check_parity(world_size=world_size, mp_policy=mp_policy)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_step_after_failed_unshard(self):
+        """A copy from before the step must not serve a forward after it."""
+
+        class FailingAllGather(DefaultAllGather):
+            def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+                raise RuntimeError("out of memory")
+
+        for async_op in (False, True):
+            model = build_model(device_type=self.device_type())
+            set_unshard_async_op(model, async_op)
+            optim = torch.optim.SGD(model.parameters(), lr=1)
+            x = torch.ones(2, DIM, device=self.device_type())
+            model(x).sum().backward()
+            model[0].set_custom_all_gather(FailingAllGather())
+            with self.assertRaisesRegex(RuntimeError, "out of memory"):
+                model[0].unshard(async_op=True)
+            model[0].set_custom_all_gather(DefaultAllGather())
+            optim.step()
+            ref_model = nn.Sequential(
+                *(
+                    nn.Sequential(nn.Linear(DIM, 9), nn.ReLU(), nn.Linear(9, DIM))
+                    for _ in range(NUM_LAYERS)
+                )
+            )
+            state_dict = {k: p.full_tensor() for k, p in model.state_dict().items()}
+            ref_model.load_state_dict(state_dict)
+            self.assertEqual(model(x).cpu(), ref_model(x.cpu()))
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_step_after_unshard(self):
+        """Also with world size 1, whose copies start at the unshard."""
+        for world_size in (1, self.world_size):
+            model = build_model(world_size, self.device_type())
+            optim = torch.optim.SGD(model.parameters(), lr=1)
+            x = torch.ones(2, DIM, device=self.device_type())
+            model(x).sum().backward()
+            for layer in model:
+                layer.unshard(async_op=True)
+            optim.step()
+            out = model(x)
+            for layer in model:
+                layer.reshard()
+            self.assertEqual(model(x), out)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_parity_reshard_to_smaller_world_size(self):
@@ -551,28 +661,33 @@ class TestFullyShardUnshardAsyncH2DCUDA(FSDPTestContinuous):
         self.assertFalse(is_copied)
 
     @skip_if_lt_x_gpu(2)
-    def test_all_gather_streams_hold_no_memory(self):
-        for async_op in (False, True):
-            torch.cuda.synchronize()
-            gc.collect()
-            torch.cuda.empty_cache()
-            model = build_model(device_type="cuda", mp_policy=MP_POLICY)
-            model.set_unshard_async_op(async_op)
-            for _ in range(3):
-                model(torch.randn(2, DIM, device="cuda")).sum().backward()
-            torch.cuda.synchronize()
-            comm_ctx = model._get_fsdp_state()._comm_ctx
-            streams = {
-                comm_ctx.all_gather_copy_in_stream.cuda_stream,
-                comm_ctx.all_gather_stream.cuda_stream,
-            }
-            held = sum(
-                segment["total_size"]
-                for segment in torch.cuda.memory_snapshot()
-                if segment["stream"] in streams
-            )
-            self.assertEqual(held == 0, async_op, msg=f"{held} bytes")
-            del model, comm_ctx
+    def test_copy_in_pool_holds_one_group(self):
+        """
+        The all-gather outputs are in the compute stream's pool, and the shards of
+        one layer after the other in the same memory of the copy-in stream's.
+        """
+        dim, num_layers = 2048, 8
+        model = nn.Sequential(*(nn.Linear(dim, dim) for _ in range(num_layers)))
+        for module in (*model, model):
+            fully_shard(module, mp_policy=MP_POLICY, offload_policy=CPUOffloadPolicy())
+        for layer, next_layer in zip(model, list(model)[1:]):
+            layer.set_modules_to_forward_prefetch([next_layer])
+        set_unshard_async_op(model, True)
+        gc.collect()
+        torch.cuda.empty_cache()
+        for _ in range(3):
+            model(torch.randn(2, dim, device="cuda")).sum().backward()
+        torch.cuda.synchronize()
+        comm_ctx = model._get_fsdp_state()._comm_ctx
+        held: dict[int, int] = defaultdict(int)
+        for segment in torch.cuda.memory_snapshot():
+            held[segment["stream"]] += segment["total_size"]
+        shard_bytes = 4 * dim * dim // self.world_size
+        self.assertEqual(held[comm_ctx.all_gather_stream.cuda_stream], 0)
+        # Shard and cast, in segments of the allocator
+        self.assertLess(
+            held[comm_ctx.all_gather_copy_in_stream.cuda_stream], 3 * shard_bytes
+        )
 
 
 if __name__ == "__main__":

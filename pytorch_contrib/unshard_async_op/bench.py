@@ -1,7 +1,6 @@
 """Memory and step time of FSDP2 with `set_unshard_async_op` off and on.
 
     python bench.py                        # two GPUs, NCCL
-    python bench.py --offload              # the same with CPUOffloadPolicy
     python bench.py --pristine             # the installed torch as well, for comparison
     python bench.py --smoke                # two gloo ranks on the CPU, no memory figures
 
@@ -25,7 +24,6 @@ import tempfile
 import time
 from datetime import date
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +32,19 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     fully_shard,
 )
 
-NAMES = ("unshard_async_op", "unshard_async_h2d")
+CONTRIBUTION = "unshard_async_op"
+
+
+def set_unshard_async_op(model: nn.Module, async_op: bool) -> None:
+    if hasattr(model, "set_unshard_async_op"):
+        model.set_unshard_async_op(async_op)
+    else:  # the pristine torch
+        model._set_unshard_async_op(async_op)
 
 
 class Layer(nn.Module):
@@ -71,23 +74,16 @@ def build_model(args: argparse.Namespace) -> nn.Sequential:
         model = nn.Sequential(
             *(Layer(args.dim, args.dim // 128 or 1) for _ in range(args.layers))
         )
-    offload = args.offload
-    policy = (
-        CPUOffloadPolicy(pin_memory=args.device == "cuda")
-        if offload
-        else OffloadPolicy()
-    )
     mesh = init_device_mesh(args.device, (dist.get_world_size(),))
     for module in (*model, model):
         fully_shard(
             module,
             mesh=mesh,
             mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-            offload_policy=policy,
         )
         if args.device == "cpu":  # gloo has no average reduction
             module.set_force_sum_reduction_for_comms(True)
-    model.to_empty(device="cpu" if offload else args.device)
+    model.to_empty(device=args.device)
     torch.manual_seed(dist.get_rank())
     for name, param in model.named_parameters():
         local = param.to_local().detach()
@@ -104,16 +100,14 @@ class Trainer:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.model = build_model(args)
-        self.optim = None
-        if not args.offload:  # the optimizer on the CPU would hide what is measured
-            self.optim = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        self.optim = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         shape = (1, args.tokens, args.dim)
         self.x = torch.randn(shape, device=args.device, dtype=torch.bfloat16)
 
     def step(self, update: bool = True) -> torch.Tensor:
         loss = self.model(self.x).float().square().mean()
         loss.backward()
-        if update and self.optim is not None:
+        if update:
             self.optim.step()
         return loss.detach()
 
@@ -122,7 +116,7 @@ class Trainer:
         found = []
         torch.use_deterministic_algorithms(True)  # else attention's backward varies
         for async_op in (False, True):
-            self.model._set_unshard_async_op(async_op)
+            set_unshard_async_op(self.model, async_op)
             self.model.zero_grad()
             loss = self.step(update=False)
             grads = [
@@ -136,7 +130,7 @@ class Trainer:
     def measure(self, async_op: bool) -> dict[str, Any]:
         """Time `steps` steps and find the memory of each stream's pool at its peak."""
         cuda = self.args.device == "cuda"
-        self.model._set_unshard_async_op(async_op)
+        set_unshard_async_op(self.model, async_op)
         self.model.zero_grad()
         if cuda:
             torch.cuda.synchronize()
@@ -242,11 +236,11 @@ def worker(args: argparse.Namespace) -> None:
     trainer = Trainer(args)
     result: dict[str, Any] = {
         "torch_git": torch.version.git_version,
-        "patches": patches_found(),
+        "patched": hasattr(FSDPModule, "set_unshard_async_op"),
     }
     result["parity_bitwise"] = trainer.parity()
     result["uncapped"] = uncapped = run_phase(trainer, args.rounds)
-    if args.device == "cuda" and not args.offload:
+    if args.device == "cuda":
         total = torch.cuda.get_device_properties().total_memory
         arms = (uncapped["off"], uncapped["on"])
         between = sum(arm["peak_reserved"] for arm in arms) / 2
@@ -263,13 +257,6 @@ def worker(args: argparse.Namespace) -> None:
         Path(args.out).write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def patches_found() -> list[str]:
-    """The contributions that the running torch has."""
-    found = [hasattr(FSDPModule, "set_unshard_async_op")]
-    found += [find_spec("torch.distributed.fsdp._fully_shard._fsdp_h2d") is not None]
-    return [name for name, has in zip(NAMES, found, strict=True) if has]
 
 
 def launch(pythonpath: str | None) -> dict[str, Any]:
@@ -309,12 +296,10 @@ def main() -> None:
     parser.add_argument(
         "--cap-gib", type=float, default=0, help="memory cap; 0: half-way"
     )
-    parser.add_argument("--offload", action="store_true", help="CPUOffloadPolicy")
     parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU")
     parser.add_argument(
         "--pristine", action="store_true", help="also run without PYTHONPATH"
     )
-    parser.add_argument("--contribution", choices=NAMES, default=NAMES[0])
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.smoke:
@@ -325,7 +310,7 @@ def main() -> None:
         return
 
     record: dict[str, Any] = {
-        "contribution": args.contribution,
+        "contribution": CONTRIBUTION,
         "date": date.today().isoformat(),
         "command": " ".join(["python", Path(__file__).name, *sys.argv[1:]]),
         "machine": {
@@ -340,16 +325,13 @@ def main() -> None:
         if torch.cuda.is_available()
         else None,
         "alloc_conf": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
-        "config": {
-            k: v for k, v in vars(args).items() if k not in ("out", "contribution")
-        },
+        "config": {k: v for k, v in vars(args).items() if k != "out"},
         "patched": launch(None),
     }
-    if args.contribution not in record["patched"]["patches"]:
+    if not record["patched"]["patched"]:
         sys.exit(
-            f"expected a torch with {args.contribution}, got one with "
-            f"{record['patched']['patches']}, so nothing was compared; "
-            f'first run: eval "$(python -m integration env {" ".join(NAMES)})"'
+            f"expected a torch with {CONTRIBUTION}, got one without it, so nothing was compared; "
+            f'first run: eval "$(python -m integration env {CONTRIBUTION})"'
         )
     if args.pristine:
         record["pristine"] = launch("")

@@ -32,7 +32,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     FSDPMeshInfo,
     ShardPlacementResult,
 )
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.testing._internal.common_distributed import (
     MultiThreadedTestCase,
     skip_if_lt_x_gpu,
@@ -73,13 +73,11 @@ class Model(nn.Module):
         super().__init__()
         self.inp = nn.Linear(DIM, DIM)
         self.layers = nn.ModuleList(Block() for _ in range(num_layers))
-        self.skip_layers: set[int] = set()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.inp(x)
-        for i, layer in enumerate(self.layers):
-            if i not in self.skip_layers:
-                x = layer(x)
+        for layer in self.layers:
+            x = layer(x)
         return x
 
 
@@ -450,16 +448,15 @@ def fsdp_model(num_layers: int = 4, mesh: DeviceMesh | None = None) -> Model:
     return model
 
 
-class TestFullyShardUnshardAsyncOp(MultiThreadedTestCase):
-    hw_classification = HardwareClassification.CPU
+class TestFullyShardUnshardAsyncOp(TestCase):
+    """Uses the fake process group: what is gathered does not matter here."""
 
-    @property
-    def world_size(self) -> int:
-        return 2
+    hw_classification = HardwareClassification.CPU
 
     def setUp(self) -> None:
         super().setUp()
-        self._spawn_threads()
+        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+        self.addCleanup(dist.destroy_process_group)
 
     # API #
     def test_recurse(self):
@@ -471,14 +468,26 @@ class TestFullyShardUnshardAsyncOp(MultiThreadedTestCase):
         for layer in model.layers:
             self.assertTrue(all(g.unshard_async_op for g in param_groups(layer)))
 
-    def test_private_name(self):
+    def test_private_name_is_deprecated(self):
+        """It accepts any truth value, and the warning points at the caller."""
         model = fsdp_model()
-        model._set_unshard_async_op(True)
-        self.assertTrue(all(g.unshard_async_op for g in param_groups(model)))
+        for value in (True, False, 1, 0, None):
+            with self.assertWarnsRegex(FutureWarning, "set_unshard_async_op") as caught:
+                model._set_unshard_async_op(value)
+            self.assertEqual(caught.filename, __file__)
+            self.assertEqual(
+                [g.unshard_async_op for g in param_groups(model)], [bool(value)] * 5
+            )
+
+    def test_public_name_does_not_warn(self):
+        model = fsdp_model()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model.set_unshard_async_op(True)
 
     def test_replicate(self):
         model = Model()
-        mesh = init_device_mesh("cpu", (self.world_size,))
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for layer in model.layers:
             replicate(layer, mesh=mesh)
         replicate(model, mesh=mesh)
@@ -496,89 +505,7 @@ class TestFullyShardUnshardAsyncOp(MultiThreadedTestCase):
                 model.set_unshard_async_op(value)
         self.assertFalse(any(g.unshard_async_op for g in param_groups(model)))
 
-    # Unshards that are never waited for, see pytorch#137348 #
-    def _check_fresh_weights(self, model: Model, update: Callable[[], None]) -> None:
-        """Expects the forward after ``update`` to use the updated weights."""
-        update()
-        x = torch.randn(2, DIM)
-        out = model(x)
-        ref_model = Model(len(model.layers))
-        ref_model.load_state_dict(
-            {name: p.full_tensor() for name, p in model.state_dict().items()}
-        )
-        self.assertEqual(out, ref_model(x))
-
-    def _backward(self, model: Model, async_op: bool) -> torch.optim.Optimizer:
-        model.set_unshard_async_op(async_op)
-        optim = torch.optim.Adam(model.parameters(), lr=0.5)
-        model(torch.randn(2, DIM)).sum().backward()
-        return optim
-
-    def test_mistargeted_prefetch(self):
-        """A prefetched module does not run in one iteration but in the next."""
-        for async_op in (False, True):
-            model = fsdp_model()
-            set_forward_prefetch(model.layers)
-            optim = self._backward(model, async_op)  # gradients for all layers
-            model.skip_layers = {3}
-            model(torch.randn(2, DIM)).sum().backward()
-            model.skip_layers = set()
-            self._check_fresh_weights(model, optim.step)
-
-    def test_mistargeted_prefetch_in_eval(self):
-        """As above, but without a backward that would clear the unshard."""
-        for async_op in (False, True):
-            model = fsdp_model()
-            model.set_reshard_after_forward(True)  # the root too
-            set_forward_prefetch(model.layers)
-            optim = self._backward(model, async_op)
-            model.skip_layers = {3}
-            with torch.no_grad():
-                model(torch.randn(2, DIM))
-            model.skip_layers = set()
-            self._check_fresh_weights(model, optim.step)
-
-    def test_unshard_before_load_state_dict(self):
-        model = fsdp_model()
-        model(torch.randn(2, DIM)).sum().backward()
-        state_dict = {name: 2 * p for name, p in model.state_dict().items()}
-        for layer in model.layers:
-            layer.unshard(async_op=True)
-        self._check_fresh_weights(model, lambda: model.load_state_dict(state_dict))
-
-    def test_prefetch_from_another_root(self):
-        """The target's root has finished its backward when it is prefetched."""
-        models = [fsdp_model(), fsdp_model()]
-        for model in models:
-            model.set_unshard_async_op(True)
-        models[1].layers[0].set_modules_to_backward_prefetch([models[0].layers[0]])
-        params = [p for model in models for p in model.parameters()]
-        optim = torch.optim.SGD(params, lr=0.5)
-        for model in models:
-            model(torch.randn(2, DIM)).sum().backward()
-        self._check_fresh_weights(models[0], optim.step)
-
-    def test_reshard_discards_pending_unshard(self):
-        model = fsdp_model()
-        model.set_unshard_async_op(True)
-        layer = model.layers[0]
-        model(torch.randn(2, DIM))
-        layer.unshard(async_op=True)
-        layer.reshard()
-        self.assertIsNone(param_groups(layer)[0]._all_gather_result)
-        self.assertIsInstance(layer.up.weight, DTensor)
-
-
-class TestFullyShardUnshardAsyncOpStreams(TestCase):
-    """Uses the fake process group: what is gathered does not matter here."""
-
-    hw_classification = HardwareClassification.CPU
-
-    def setUp(self) -> None:
-        super().setUp()
-        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-        self.addCleanup(dist.destroy_process_group)
-
+    # Number of all-gathers #
     def _count_all_gathers(self, fn: Callable[[], Any]) -> int:
         foreach_all_gather = _fsdp_param_group.foreach_all_gather
         with unittest.mock.patch.object(
@@ -587,95 +514,18 @@ class TestFullyShardUnshardAsyncOpStreams(TestCase):
             fn()
         return all_gather.call_count
 
-    # Missing forward prefetch #
-    def _forward_warnings(self, model: nn.Module, x: torch.Tensor) -> list[str]:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            model(x).sum().backward()
-        return [str(w.message) for w in caught if "async_op" in str(w.message)]
-
-    def test_warns_once_without_forward_prefetch(self):
-        model = fsdp_model()
-        model.set_unshard_async_op(True)
-        x = torch.randn(2, DIM)
-        (message,) = self._forward_warnings(model, x)
-        self.assertIn(
-            "layers.0.set_modules_to_forward_prefetch([layers.1])",
-            message,
-        )
-        self.assertEqual(self._forward_warnings(model, x), [])
-
-    def test_no_warning_with_forward_prefetch(self):
-        x = torch.randn(2, DIM)
-        model = fsdp_model()
-        model.set_unshard_async_op(True)
-        set_forward_prefetch(model.layers)  # after the setter
-        self.assertEqual(self._forward_warnings(model, x), [])
-        # Explicit unshards are prefetches too
-        model = fsdp_model()
-        model.set_unshard_async_op(True)
-        for layer in model.layers:
-            layer.unshard(async_op=True)
-        self.assertEqual(self._forward_warnings(model, x), [])
-
-    def test_no_warning_without_all_gather_to_overlap(self):
-        x = torch.randn(2, DIM)
-        self.assertEqual(self._forward_warnings(fsdp_model(), x), [])
-        model = fsdp_model(1)  # root and its first child: nothing ran before
-        model.set_unshard_async_op(True)
-        self.assertEqual(self._forward_warnings(model, x), [])
-        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "one"))["one"]
-        model = fsdp_model(mesh=mesh)
-        model.set_unshard_async_op(True)
-        self.assertEqual(self._forward_warnings(model, x), [])
-
-    def test_no_warning_for_recomputation(self):
-        model = Model()
-        for layer in model.layers:
-            checkpoint(layer)
-            fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-        model.set_unshard_async_op(True)
-        set_forward_prefetch(model.layers)
-        self.assertEqual(self._forward_warnings(model, torch.randn(2, DIM)), [])
-
-    def test_valid_prefetch_is_kept(self):
-        """Nothing is gathered twice as long as the weights stay the same."""
-        model = fsdp_model()
-        model.set_unshard_async_op(True)
-        set_forward_prefetch([model, *model.layers])
-        model(torch.randn(2, DIM)).sum().backward()
-        for layer in model.layers:
-            layer.unshard(async_op=True)
-        num_all_gathers = len(model.layers) + self._count_all_gathers(
-            lambda: model(torch.randn(2, DIM)).sum().backward()
-        )
-        # The root does not reshard after forward, and the layers are gathered
-        # once in forward and once in backward
-        self.assertEqual(num_all_gathers, 1 + 2 * len(model.layers))
-
-    def test_recomputation_uses_backward_prefetch(self):
-        """
-        The sine's backward recomputes the layer before the layer's own
-        pre-backward, as if in forward, but within backward.
-        """
-        model = fsdp_model()
-        model.set_unshard_async_op(True)
-
-        def forward(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            return layer(x).sin()
-
-        def step() -> None:
-            x = model.inp(torch.randn(2, DIM))
-            for layer in model.layers:
-                x = torch.utils.checkpoint.checkpoint(
-                    forward, layer, x, use_reentrant=False
-                )
-            x.sum().backward()
-
-        model.forward = step
-        model()
-        self.assertEqual(self._count_all_gathers(model), 1 + 2 * len(model.layers))
+    def test_number_of_all_gathers(self):
+        """The flag does not change it."""
+        for async_op in (False, True):
+            model = fsdp_model()
+            model.set_unshard_async_op(async_op)
+            set_forward_prefetch([model, *model.layers])
+            num_all_gathers = self._count_all_gathers(
+                lambda: model(torch.randn(2, DIM)).sum().backward()
+            )
+            # The root does not reshard after forward, and the layers are gathered
+            # once in forward and once in backward
+            self.assertEqual(num_all_gathers, 1 + 2 * len(model.layers))
 
     # Stream semantics, on a stand-in device #
     def _recorded_model(self, device: RecordingDevice) -> Model:
@@ -716,43 +566,6 @@ class TestFullyShardUnshardAsyncOpStreams(TestCase):
                 expected.append(("launch", f"layers.{i + 1}"))
             expected.append(("forward", f"layers.{i}"))
         self.assertEqual(order, expected)
-
-    def test_recomputation_follows_the_flag(self):
-        """
-        Two forwards before the backwards, so the second backward recomputes
-        with parameters that the first one resharded.
-        """
-        for async_op in (False, True):
-            with use_recording_device() as device:
-                model = self._recorded_model(device)
-                for layer in model.layers:
-                    checkpoint(layer)
-                model.set_unshard_async_op(async_op)
-                state = model.layers[0]._get_fsdp_state()
-                model(torch.randn(2, DIM)).sum().backward()
-                device.log.clear()
-                state._training_state = _fsdp_state.TrainingState.PRE_BACKWARD
-                (group,) = state._fsdp_param_groups
-                with group.use_training_state(_fsdp_state.TrainingState.PRE_BACKWARD):
-                    state._pre_forward(model.layers[0], (torch.randn(2, DIM),), {})
-            events = [e for e in device.log if e[0] in ("allocate", "launch")]
-            streams = ["compute", "compute"] if async_op else ["copy_in", "all_gather"]
-            self.assertEqual([stream for _, stream, _ in events], streams)
-
-    def test_post_optim_event(self):
-        """The optimizer may run in another stream than the unshards read in."""
-        for async_op in (False, True):
-            with use_recording_device() as device:
-                model = self._recorded_model(device)
-                model.set_unshard_async_op(async_op)
-                event = device.Event()
-                model.set_post_optim_event(event)
-                model(torch.randn(2, DIM))
-            waiting = {
-                e[1] for e in device.log if e[0] == "wait_event" and e[2] is event
-            }
-            expected = {"copy_in", "all_gather"} | ({"compute"} if async_op else set())
-            self.assertEqual(waiting, expected)
 
 
 @unittest.skipIf(not TEST_CUDA, "CUDA not available")

@@ -174,12 +174,12 @@ class Variant:
 
 
 class MeasuredOffload(FullACOffload):
-    """Keeps its engine within reach, to read the size of the pool."""
+    """Has an engine of its own, and not the process's, to read the size of the pool."""
 
     engine: HostOffloadEngine
 
     def get_engine(self) -> HostOffloadEngine:
-        self.engine = super().get_engine()
+        self.engine = HostOffloadEngine(int(self.config.max_host_gib * GIB))
         return self.engine
 
 
@@ -456,7 +456,7 @@ def main() -> None:
     else:
         report["tokens"] = {}
         for tokens in args.tokens:
-            # New ones each time: pools keep the buffers of the last size.
+            # New ones each time: pools keep what the last length has used.
             variants = build_variants(blocks, scale, args.trl, on_gpu)
             if "trl_streams" not in variants:
                 report["trl_streams"] = "not installed"

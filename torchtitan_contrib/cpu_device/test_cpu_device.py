@@ -27,6 +27,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torchtitan.components import metrics
+from torchtitan.components.checkpointer import dcp
 from torchtitan.config import CommConfig, TrainingConfig
 from torchtitan.distributed import fsdp, utils as dist_utils
 from torchtitan.models.common import attention, vision_encoder
@@ -383,14 +384,15 @@ class TestDistributedSetup(unittest.TestCase):
         self.assertEqual(self._barrier_device_ids("cuda", cuda), [3])
         cuda.synchronize.assert_called_once_with()
 
-    def test_sum_reduction_is_forced_on_cpu_only(self):
-        for device_type, forced in (("cpu", 1), ("cuda", 0)):
+    def test_sum_reduction_is_forced_by_the_mesh(self):
+        """By its device, not by that of the process; a module need not have parameters."""
+        for device_type, forced in (("cpu", 1), ("cuda", 0), (None, 0)):
             module = mock.Mock()
+            param = mock.Mock(**{"device_mesh.device_type": device_type})
+            params = [mock.Mock(spec=[]), param] if device_type else []
+            module.parameters.side_effect = lambda params=params: iter(params)
             model = mock.Mock(**{"modules.return_value": [module]})
-            with (
-                mock.patch.object(fsdp, "FSDPModule", mock.Mock),
-                mock.patch.object(fsdp, "device_type", device_type),
-            ):
+            with mock.patch.object(fsdp, "FSDPModule", mock.Mock):
                 fsdp.disable_fsdp_gradient_division(model)
             module.set_gradient_divide_factor.assert_called_once_with(1.0)
             calls = module.set_force_sum_reduction_for_comms.mock_calls
@@ -462,6 +464,44 @@ class TestFluxOffload(unittest.TestCase):
                     training=TrainingConfig(enable_cpu_offload=True),
                 )
                 self.assertEqual(self._pin_memory(fully_shard), {available})
+
+
+class TestAsyncCheckpoint(unittest.TestCase):
+    """checkpoint.async_mode async_with_pinned_mem, up to the process that writes."""
+
+    def _save(self, state: dict[str, torch.Tensor]) -> dcp.DefaultStager:
+        manager = mock.MagicMock(
+            async_mode=dcp.AsyncMode.ASYNC_WITH_PINNED_MEM, stager=None
+        )
+        manager._flattened_model_states_sd.return_value = state
+        manager._should_save.return_value = True
+        manager.dcp_save.return_value = mock.Mock(spec=dcp.AsyncSaveResponse)
+        manager.dcp_save.return_value.staging_completion = None
+        manager.dcp_save.return_value.upload_completion = None
+        dcp.CheckpointManager._save(manager, 1)
+        return manager.stager
+
+    def test_stages_without_an_accelerator(self):
+        with mock.patch.object(torch.accelerator, "is_available", return_value=False):
+            weight = torch.arange(6.0)
+            stager = self._save({"weight": weight})
+            staged = stager.stage({"weight": weight}).result()
+            weight.zero_()
+        self.assertTrue(torch.equal(staged["weight"], torch.arange(6.0)))
+        stager.close()
+
+    def test_pins_for_an_accelerator(self):
+        for available in (False, True):
+            with (
+                mock.patch.object(
+                    torch.accelerator, "is_available", return_value=available
+                ),
+                mock.patch.object(dcp, "DefaultStager") as stager,
+            ):
+                self._save({})
+            options = stager.call_args.args[0]
+            self.assertEqual(options.use_pinned_memory, available)
+            self.assertEqual(options.use_non_blocking_copy, available)
 
 
 class TestMemorySnapshot(unittest.TestCase):

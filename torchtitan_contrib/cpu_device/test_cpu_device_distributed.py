@@ -162,17 +162,17 @@ class TestTraining(MultiProcContinuousTest):
         reference = ToyDecoder()
         model = ToyDecoder()
         model.load_state_dict(reference.state_dict())
-        with mock.patch.object(fsdp, "device_type", "cpu"):
-            fsdp.apply_fsdp_to_decoder(
-                model,
-                dp_mesh=init_device_mesh(
-                    "cpu", (self.world_size,), mesh_dim_names=("fsdp",)
-                ),
-                param_dtype=torch.float32,
-                reduce_dtype=torch.float32,
-                pp_enabled=False,
-                **kwargs,
-            )
+        # Whatever the device of the process: the mesh is of CPUs.
+        fsdp.apply_fsdp_to_decoder(
+            model,
+            dp_mesh=init_device_mesh(
+                "cpu", (self.world_size,), mesh_dim_names=("fsdp",)
+            ),
+            param_dtype=torch.float32,
+            reduce_dtype=torch.float32,
+            pp_enabled=False,
+            **kwargs,
+        )
         tokens = [torch.arange(5), torch.arange(3, 10), torch.arange(2)]
         model(tokens[self.rank]).backward()
         sum(reference(t) for t in tokens).backward()

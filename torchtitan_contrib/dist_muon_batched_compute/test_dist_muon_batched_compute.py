@@ -8,6 +8,7 @@
 
 import copy
 import math
+import random
 import tempfile
 import unittest
 from unittest import mock
@@ -492,6 +493,40 @@ class TestFourRanks(MultiThreadedTestCase):
             set_grads(params, random_tensors(SHAPES, seed=step))
             optimizer.step()
         self._assert_equal_replicas(params, mesh["dp_replicate"].get_group())
+
+    def test_replicated_and_sharded_matrices_of_one_owner(self):
+        # What is replicated returns to all ranks, beside what was received for other
+        # matrices. All shapes differ: a matrix alone in its batch follows torch bitwise.
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",))
+        for seed in range(10):
+            draw = random.Random(seed)
+            sides = [(r, c) for r in range(1, 10) for c in range(1, 10)]
+            shapes = {f"p{i}": s for i, s in enumerate(draw.sample(sides, 9))}
+            values = random_tensors(shapes, seed)
+            grads = random_tensors(shapes, seed + 1)
+            placements = {n: [draw.choice([Replicate(), Shard(0)])] for n in shapes}
+            params = {
+                n: torch.nn.Parameter(distribute_tensor(v.clone(), mesh, placements[n]))
+                for n, v in values.items()
+            }
+            optimizer = build_dist_muon(
+                [{"params": list(params.values()), "param_names": list(params)}],
+                compute_sharding_by_fqn=dict.fromkeys(
+                    params, ComputeLayout({"dp_shard": Owned()})
+                ),
+                bucket_configs=(
+                    BucketConfig(patterns=("p[0-5]",)),
+                    BucketConfig(patterns=("p[6-8]",)),
+                ),
+            )
+            plain = PlainMuon(values, dict.fromkeys(params), [(list(params), {})])
+            set_grads(params, grads)
+            optimizer.step()
+            plain.step(grads)
+            for name, param in params.items():
+                (expected,) = plain.params[name]
+                got = param.detach().full_tensor()
+                self.assertTrue(torch.equal(got, expected.detach()), (seed, name))
 
     def test_a_replicated_stack_does_not_join_an_uneven_one(self):
         # Ranks hold 2, 1, 1 and 1 of the experts: with them, the replicas of the other

@@ -35,6 +35,7 @@ from torchtitan.models.deepseek_v3.mtp import (
 from torchtitan.models.llama3 import _build_llama3_layers
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.models.muse_glimmer.model import EmbeddingWithNorm
+from torchtitan.protocols.sharding import ShardingConfig
 
 VOCAB, DIM, SEQ_LEN = 20, 16, 8
 
@@ -124,6 +125,19 @@ class ScaledEmbedding(Embedding):
         return super().forward(input) * self.weight.norm()
 
 
+HOOKS = (
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+)
+
+
+def scale_output(module: nn.Module, _args: object, output: torch.Tensor):
+    """A forward hook whose backward reads the weight."""
+    return output * module.weight.norm()
+
+
 class Doubling(nn.Module):
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return 2 * weight
@@ -157,6 +171,59 @@ class TestBackwardNeedsEmbeddingWeight(unittest.TestCase):
     def test_forward_that_uses_the_weight(self):
         model = _build(_build_config())
         model.tok_embeddings = ScaledEmbedding(model.config.tok_embeddings)
+        self._check(True, model)
+
+    def test_subclass_with_the_same_forward(self):
+        class Subclass(Embedding):
+            pass
+
+        model = _build(_build_config())
+        model.tok_embeddings = Subclass(model.config.tok_embeddings)
+        self._check(True, model)
+
+    def test_forward_of_the_instance(self):
+        model = _build(_build_config())
+        lookup = model.tok_embeddings.forward
+        model.tok_embeddings.forward = lambda x: lookup(x)
+        self._check(True, model)
+
+    def test_forward_that_parallelize_wraps(self):
+        for replaced in (False, True):
+            model = _build(_build_config())
+            embedding = model.tok_embeddings
+            embedding._sharding_config = ShardingConfig()
+            if replaced:
+                lookup = embedding.forward
+                embedding.forward = lambda x, lookup=lookup: lookup(x)
+            dims = mock.Mock(spmd_backend="partial_dtensor")
+            dims.get_optional_mesh.return_value = None
+            with mock.patch.object(embedding, "_distribute_states"):
+                embedding.parallelize(dims)
+            self.assertIn("forward", vars(embedding))
+            self._check(replaced, model)
+
+    def test_hooks(self):
+        for name in HOOKS:
+            model = _build(_build_config())
+            getattr(model.tok_embeddings, name)(lambda *_: None)
+            self._check(True, model)
+
+    def test_global_hooks(self):
+        for name in HOOKS:
+            model = _build(_build_config())
+            register = name.replace("register_", "register_module_")
+            handle = getattr(nn.modules.module, register)(lambda *_: None)
+            self._check(True, model)
+            handle.remove()
+            self._check(False, model)
+
+    def test_tensor_subclass(self):
+        class Subclass(torch.Tensor):
+            pass
+
+        model = _build(_build_config())
+        weight = model.tok_embeddings.weight.detach().as_subclass(Subclass)
+        model.tok_embeddings.weight = nn.Parameter(weight)
         self._check(True, model)
 
     def test_embedding_with_norm(self):
@@ -390,6 +457,52 @@ class TestEmbeddingSkipBackwardGather(GlooTestBase):
 
         self._check_unchanged(build)
 
+    def test_forward_hook_is_unchanged(self):
+        """Without the gather, backward reads freed memory."""
+
+        def build() -> Decoder:
+            model = _build(_build_config())
+            model.tok_embeddings.register_forward_hook(scale_output)
+            return model
+
+        self._check_unchanged(build)
+
+    def test_what_is_added_later(self):
+        """Hooks and forwards after fully_shard, of which a forward is inside of FSDP's."""
+
+        def prepend_hook(embedding: nn.Module) -> None:
+            embedding.register_forward_hook(scale_output, prepend=True)
+
+        def replace_forward(embedding: nn.Module) -> None:
+            lookup = embedding.forward
+            embedding.forward = lambda x: lookup(x) * embedding.weight.norm()
+
+        for add in (prepend_hook, replace_forward):
+            model = self._shard(_build(_build_config()))
+            reference = self._shard(_build(_build_config()))
+            reference.tok_embeddings.set_unshard_in_backward(True)
+            _, collectives = self._train(model)
+            _, expected = self._train(reference)
+            self.assertEqual(len(collectives.backward), len(expected.backward) - 1)
+            for each in (model, reference):
+                add(each.tok_embeddings)
+            losses, collectives = self._train(model, steps=2)
+            expected_losses, expected = self._train(reference, steps=2)
+            self.assertEqual(collectives, expected)
+            self._check_equal(model, reference, losses, expected_losses)
+
+    def test_hook_that_goes_away(self):
+        """Two forwards before the backward of the first, which reads the weight."""
+        model = self._shard(_build(_build_config()))
+        hook = model.tok_embeddings.register_forward_hook(scale_output, prepend=True)
+        tokens = torch.arange(SEQ_LEN)[None]
+        first = model(tokens).sum()
+        hook.remove()
+        model(tokens).sum().backward()
+        first.backward()
+        for param in model.parameters():
+            self.assertTrue(param.grad.to_local().isfinite().all())
+
     def test_tied_weights_are_unchanged(self):
         self._check_unchanged(
             lambda: _build(_build_config(enable_weight_tying=True)),
@@ -444,8 +557,9 @@ class TestEmbeddingSkipBackwardGather2D(GlooTestBase):
                 distribute_tensor(embedding.weight, mesh["tp"], [Shard(0)])
             )
             embedding.tp_group = mesh["tp"].get_group()
-            embedding.register_forward_hook(
-                lambda _m, _i, output: SumOverTP.apply(output)
+            # Not a hook of the embedding, which might read its weight.
+            model.layers["0"].register_forward_pre_hook(
+                lambda _module, args: (SumOverTP.apply(args[0]), *args[1:])
             )
             self.assertIsInstance(embedding.weight, DTensor)
             return model

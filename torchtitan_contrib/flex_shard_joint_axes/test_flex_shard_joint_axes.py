@@ -12,6 +12,7 @@ ranks in one process, for shapes, meshes and placements that hypothesis draws.
 
 import itertools
 import math
+import random
 import unittest
 from unittest import mock
 
@@ -24,9 +25,13 @@ from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shar
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.testing._internal.common_distributed import MultiProcContinuousTest
+from torch.testing._internal.common_distributed import (
+    MultiProcContinuousTest,
+    MultiThreadedTestCase,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.flex_shard import (
     BlockShard,
     BucketConfig,
@@ -43,6 +48,7 @@ from torchtitan.distributed.flex_shard._optimizer_reshard_schedule import (
     _RedistributionDirection,
     _stored_runs,
 )
+from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh
 
 HYPERPARAMETERS = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
 NUM_STEPS = 5
@@ -75,6 +81,21 @@ def fsdp_parameters(values, fsdp_mesh, other_mesh=None, other=None, fsdp_dim=0):
         module, mesh=fsdp_mesh, shard_placement_fn=lambda param: Shard(fsdp_dim)
     )
     return dict(module.named_parameters())
+
+
+def sharded_parameter(value, mesh, placements):
+    """A parameter of any placements, stored as DTensor's arithmetic says."""
+    here = stored_index(value.shape, mesh, mesh.get_coordinate(), placements)
+    return torch.nn.Parameter(
+        DTensor.from_local(
+            value[here].clone(memory_format=torch.contiguous_format),
+            mesh,
+            placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )
+    )
 
 
 def build(params, shardings, buckets=(("*",),)):
@@ -278,6 +299,257 @@ class TestJointAxesOnCPU(MultiProcContinuousTest):
             self.assertTrue(torch.equal(local, other))
 
 
+class TestJointAxesRuntime(MultiThreadedTestCase):
+    """Buckets of several matrices, on four ranks that are threads."""
+
+    world_size = 4
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_threads()
+
+    def _assert_equals_plain_muon(self, mesh, matrices, buckets=(("*",),)):
+        """``matrices``: a shape and the placements by name; the updates must be bitwise."""
+        shapes = {name: shape for name, (shape, _) in matrices.items()}
+        values = draw(shapes, seed=0)
+        params = {
+            name: sharded_parameter(value, mesh, matrices[name][1])
+            for name, value in values.items()
+        }
+        optimizer = build(params, dict.fromkeys(mesh.mesh_dim_names, Owned()), buckets)
+        plain_params = {n: torch.nn.Parameter(v.clone()) for n, v in values.items()}
+        plain = torch.optim.Muon(list(plain_params.values()), **HYPERPARAMETERS)
+        for step in range(2):
+            for name, grad in draw(shapes, seed=step + 1).items():
+                param = params[name]
+                param.grad = sharded_parameter(grad, mesh, param.placements).detach()
+                plain_params[name].grad = grad
+            optimizer.step()
+            plain.step()
+        for name, param in params.items():
+            here = stored_index(
+                param.shape, mesh, mesh.get_coordinate(), param.placements
+            )
+            expected = plain_params[name].detach()[here]
+            self.assertTrue(
+                torch.equal(param.to_local().detach(), expected), (name, matrices)
+            )
+
+    def test_two_matrices_of_one_owner(self):
+        # Three matrices have an owner each, so that the fourth rank has "a" and "b". Two
+        # ranks hold each shard of "a", which therefore returns to more than send it.
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+        large = {f"large{i}": ((8, 16 + i), (Shard(0), Shard(1))) for i in range(3)}
+        self._assert_equals_plain_muon(
+            mesh,
+            {
+                "a": ((4, 4), (Shard(0), Replicate())),
+                "b": ((4, 6), (Shard(0), Shard(1))),
+                **large,
+            },
+        )
+
+    def test_one_owner_among_shards_and_replicas(self):
+        mesh = init_device_mesh(
+            "cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")
+        )
+        sizes = [(5, 7), (3, 3), (7, 9), (1, 6), (9, 5), (6, 5), (2, 9)]
+        matrices = {
+            f"{index}": (shape, (Replicate(), Shard(0)))
+            for index, shape in enumerate(sizes)
+        }
+        self._assert_equals_plain_muon(mesh, matrices)
+
+    def _draw_placements(self, random_, mesh, shape):
+        """Any placements that are not refused: what is stored must be one rectangle."""
+        while True:
+            second = random_.choice([Replicate(), Shard(0), Shard(1)])
+            first = random_.choice(
+                [
+                    Replicate(),
+                    Shard(0),
+                    Shard(1),
+                    *(_StridedShard(d, split_factor=mesh.size(1)) for d in (0, 1)),
+                ]
+            )
+            placements = (first, second)
+            if type(first) is _StridedShard:
+                if second != Shard(first.dim):
+                    continue
+                case = (shape[first.dim], placements, tuple(mesh.shape))
+                runs = {
+                    at: (_stored_runs(*case, at), _fsdp_stored_runs(*case, at))
+                    for at in itertools.product(*map(range, mesh.shape))
+                }
+                if any(len(r) > 1 or r != fsdp for r, fsdp in runs.values()):
+                    continue
+            return placements
+
+    def test_any_mixture(self):
+        """Drawn matrices, sizes that do not divide, and one to three buckets."""
+        meshes = [
+            init_device_mesh("cpu", sizes, mesh_dim_names=names)
+            for names in (("dp_shard", "tp"), ("dp_replicate", "dp_shard"))
+            for sizes in ((2, 2), (4, 1), (1, 4))
+        ]
+        for seed in range(40):
+            random_ = random.Random(seed)
+            mesh = random_.choice(meshes)
+            # Equal matrices may be computed as a batch, which rounds differently.
+            sides = list(itertools.product(range(1, 10), repeat=2))
+            num_buckets = random_.randint(1, 3)
+            matrices = {
+                f"{random_.randrange(num_buckets)}.{number}": (
+                    shape,
+                    self._draw_placements(random_, mesh, shape),
+                )
+                for number, shape in enumerate(
+                    random_.sample(sides, random_.randint(2, 9))
+                )
+            }
+            buckets = [(f"{b}.*",) for b in sorted({name[0] for name in matrices})]
+            self._assert_equals_plain_muon(mesh, matrices, buckets)
+
+
+class TestJointGroups(MultiThreadedTestCase):
+    """Two pipeline stages of four ranks, of which one alone has matrices."""
+
+    world_size = 8
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_threads()
+
+    def _build_on_first_stage(self, stage, mesh):
+        if stage == 0:
+            value = torch.ones(4, 6)
+            param = sharded_parameter(value, mesh, (Shard(0), Shard(1)))
+            build({"p": param}, dict.fromkeys(mesh.mesh_dim_names, Owned()))
+
+    def _assert_same_groups(self):
+        # A group of all ranks works only if all have made as many before.
+        group = dist.new_group(range(self.world_size))
+        names = [None] * self.world_size
+        dist.all_gather_object(names, group.group_name)
+        self.assertEqual(len(set(names)), 1, names)
+        total = torch.ones(())
+        dist.all_reduce(total, group=group)
+        self.assertEqual(total.item(), self.world_size)
+
+    def test_parallel_dims_make_them_on_every_stage(self):
+        for spmd_backend in ("spmd_types", "full_dtensor", "partial_dtensor"):
+            dims = ParallelDims(
+                dp_replicate=1,
+                dp_shard=2,
+                cp=1,
+                tp=2,
+                pp=2,
+                ep=1,
+                world_size=8,
+                spmd_backend=spmd_backend,
+            )
+            with mock.patch("torchtitan.distributed.parallel_dims.device_type", "cpu"):
+                dims.build_mesh()
+            dp = "fsdp" if spmd_backend == "partial_dtensor" else "dp_shard"
+            joint = dims.get_mesh(f"{dp}_tp")
+            self.assertEqual(joint.size(), 4)
+            self.assertIn(f"{dp}_tp", dims.get_all_one_dimensional_meshes())
+            self._build_on_first_stage(
+                dims.get_mesh("pp").get_local_rank(), dims.get_mesh([dp, "tp"])
+            )
+            self._assert_same_groups()
+
+    def test_context_parallel_shards_too(self):
+        dims = ParallelDims(
+            dp_replicate=1,
+            dp_shard=2,
+            cp=2,
+            tp=1,
+            pp=2,
+            ep=1,
+            world_size=8,
+            spmd_backend="full_dtensor",
+        )
+        with mock.patch("torchtitan.distributed.parallel_dims.device_type", "cpu"):
+            dims.build_mesh()
+        self._build_on_first_stage(
+            dims.get_mesh("pp").get_local_rank(), dims.get_mesh(["dp_shard", "cp"])
+        )
+        self._assert_same_groups()
+
+    def test_groups_that_not_all_ranks_would_make_are_refused(self):
+        mesh = init_device_mesh(
+            "cpu", (2, 2, 2), mesh_dim_names=("pp", "dp_shard", "tp")
+        )
+        stage = mesh.get_local_rank("pp")
+        stage_mesh = mesh["dp_shard", "tp"]
+        if stage == 0:
+            with self.assertRaisesRegex(
+                RuntimeError,
+                r"'p' is redistributed over mesh axes \['dp_shard', 'tp'\] together.*all 8 "
+                r"ranks.*on 4 of them.*mesh\[\('dp_shard', 'tp'\)\]\._flatten\(\)",
+            ):
+                self._build_on_first_stage(stage, stage_mesh)
+        self._assert_same_groups()
+        stage_mesh._flatten()
+        self._build_on_first_stage(stage, stage_mesh)
+        self._assert_same_groups()
+
+
+class TestJointGroupsOfFSDP(unittest.TestCase):
+    def test_parameters_are_redistributed_in_the_groups_that_exist(self):
+        """On rank 0 of a pipeline, for each way in which FSDP2 gets its mesh."""
+        cases = itertools.product(
+            ("spmd_types", "full_dtensor", "partial_dtensor"),
+            ((1, 2, 1), (2, 2, 1), (1, 2, 2)),  # dp_replicate, dp_shard, cp
+        )
+        for number, (spmd_backend, sizes) in enumerate(cases):
+            with self.subTest(spmd_backend=spmd_backend, sizes=sizes):
+                world_size = 2 * math.prod(sizes) * 2
+                dist.init_process_group(
+                    "fake", store=FakeStore(), rank=0, world_size=world_size
+                )
+                try:
+                    shape = (8, 8 + 2 * number)
+                    self._check(spmd_backend, *sizes, world_size, shape=shape)
+                finally:
+                    dist.destroy_process_group()
+
+    def _check(self, spmd_backend, dp_replicate, dp_shard, cp, world_size, *, shape):
+        dims = ParallelDims(
+            dp_replicate=dp_replicate,
+            dp_shard=dp_shard,
+            cp=cp,
+            tp=2,
+            pp=2,
+            ep=1,
+            world_size=world_size,
+            spmd_backend=spmd_backend,
+        )
+        with mock.patch("torchtitan.distributed.parallel_dims.device_type", "cpu"):
+            dims.build_mesh()
+        if spmd_backend == "partial_dtensor":
+            tp_mesh, placements = dims.get_mesh("tp"), [Shard(1)]
+            fsdp = {"mesh": dims.get_activated_mesh(["dp_replicate", "fsdp"])}
+            joint = dims.get_mesh("fsdp_tp")
+        else:
+            tp_mesh, dp_mesh_dims = resolve_fsdp_mesh(dims)
+            placements = [Replicate()] * (tp_mesh.ndim - 1) + [Shard(1)]
+            fsdp = {"mesh": tp_mesh, "dp_mesh_dims": dp_mesh_dims}
+            joint = dims.get_mesh("dp_shard_cp_tp" if cp > 1 else "dp_shard_tp")
+        module = torch.nn.Module()
+        module.p = torch.nn.Parameter(
+            distribute_tensor(torch.zeros(shape), tp_mesh, placements)
+        )
+        fully_shard(module, **fsdp)
+        axes = set(module.p.device_mesh.mesh_dim_names) - {"dp_replicate"}
+        with mock.patch.object(
+            dist_muon._BucketedRedistributionRuntime, "reserve_buffers"
+        ), mock.patch.object(dist_muon.DistMuon, "_validate_plan_across_ranks"):
+            optimizer = build({"p": module.p}, dict.fromkeys(axes, Owned()))
+        self.assertIs(optimizer._specs[0].mesh, joint)
+
+
 def stored_index(shape, mesh, at, placements):
     """What the rank at a mesh coordinate stores, by DTensor's own arithmetic."""
     lengths, offsets = _compute_local_shape_and_global_offset(
@@ -291,18 +563,9 @@ def stored_index(shape, mesh, at, placements):
 
 def plan(shape, mesh, placements, shardings):
     """DistMuon's bucket plan for one parameter, on whatever rank this is."""
-    here = stored_index(shape, mesh, mesh.get_coordinate(), placements)
-    stride = torch.empty(shape, device="meta").stride()
-    param = torch.nn.Parameter(
-        DTensor.from_local(
-            torch.zeros(shape)[here].contiguous(),
-            mesh,
-            placements,
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=stride,
-        )
-    )
+    # The mesh has some of the ranks, so that joint groups must be made before.
+    mesh[tuple(shardings)]._flatten()
+    param = sharded_parameter(torch.zeros(shape), mesh, placements)
     with mock.patch.object(dist_muon._BucketedRedistributionRuntime, "reserve_buffers"):
         (bucket,) = build({"p": param}, shardings)._bucket_plans
     return param, bucket
@@ -586,6 +849,7 @@ class TestJointAxesPlan(unittest.TestCase):
                 ("one", (Shard(0), Replicate()), (4, 2)),
             )
         }
+        mesh._flatten()
         layouts = {
             "both": ComputeLayout({"dp_shard": Owned(), "tp": Owned()}),
             "one": ComputeLayout({"dp_shard": Owned()}),

@@ -15,10 +15,12 @@ Models are on the meta device and process groups are fake: no process is started
 import copy
 import dataclasses
 import importlib
+import inspect
 import json
 import re
 import sys
 import unittest
+from typing import get_type_hints
 from unittest.mock import MagicMock, patch
 
 import torch
@@ -35,15 +37,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.components.optimizer import (
     default_adamw,
+    muon,
     muon_adamw,
     ParamGroupConfig,
 )
 from torchtitan.components.optimizer.param_groups import format_param_groups
-from torchtitan.distributed.flex_shard import BlockShard, Owned
+from torchtitan.distributed.flex_shard import BlockShard, dist_muon, Owned
 from torchtitan.distributed.flex_shard.derive import (
     derive_bucket_configs,
     derive_compute_layouts,
+    MUON_HYPERPARAMETERS,
 )
+from torchtitan.distributed.flex_shard.dist_muon import DistMuon
 from torchtitan.models.common import CosSinRoPE
 from torchtitan.models.common.config_utils import make_ffn_config
 from torchtitan.models.qwen3 import _build_qwen3_moe_layers
@@ -332,15 +337,45 @@ group  optimizer  parameters                                        shape       
                     overrides_by_pattern={"layers": {"lr": 1.0}, pattern: {"lr": 1.0}},
                 )
 
-    def test_unknown_hyperparameter(self):
-        with self.assertRaisesRegex(
-            ValueError, r"Muon has no.*\['betas'\]; known: .*momentum"
+    def test_unknown_argument(self):
+        cases = (
+            ({"momentun": 0.9}, "muon_adamw: Muon .*'momentun' here, did you mean 'mom"),
+            ({"per_haed": True}, "'per_haed' here, did you mean 'per_head'"),
+            ({"zzz": 1}, "Muon has no argument 'zzz' here; it has adjust_lr_fn, .*eps"),
+            ({"adamw_kwargs": {"beta": 1}}, "AdamW .*'beta' here, did you mean 'betas'"),
+            ({"adamw_kwargs": {"params": []}}, "adamw_kwargs: AdamW has no .*'params'"),
+            (
+                {"overrides_by_pattern": {"wo": {"betas": (0.9, 0.9)}}},
+                "overrides_by_pattern: Muon has no argument 'betas' here; it has .*mom",
+            ),
+            (
+                {"overrides_by_pattern": {"norm": {"momentum": 0.9}}},
+                "overrides_by_pattern: AdamW has no argument 'momentum'",
+            ),
+            ({"bucket_configs": ()}, "derives bucket_configs from the model"),
+            ({"compute_sharding_by_fqn": {}}, "derives compute_sharding_by_fqn"),
+        )
+        for kwargs, message in cases:
+            with self.assertRaisesRegex(ValueError, message):
+                muon_adamw(spec("llama3"), lr=1e-3, **kwargs)
+
+    def test_wrong_type(self):
+        for kwargs, message in (
+            ({"lr": "1e-3"}, "Muon's lr must be float, got '1e-3'"),
+            ({"momentum": True}, "Muon's momentum must be float, got True"),
+            ({"ns_steps": 5.0}, "ns_steps must be int"),
+            ({"nesterov": 1}, "nesterov must be bool"),
+            ({"ns_coefficients": (1.0, 2.0)}, r"must be tuple\[float, float, float\]"),
+            ({"adjust_lr_fn": 1}, r"must be str \| None"),
+            ({"adamw_kwargs": {"betas": 0.9}}, "AdamW's betas must be tuple"),
+            ({"overrides_by_pattern": {"wo": {"lr": None}}}, "lr must be float, got No"),
         ):
-            muon_adamw(
-                spec("llama3"),
-                lr=1e-3,
-                overrides_by_pattern={"wo": {"betas": (0.9, 0.9)}},
-            )
+            with self.assertRaisesRegex(TypeError, message):
+                muon_adamw(spec("llama3"), **{"lr": 1e-3, **kwargs})
+        config = muon_adamw(
+            spec("llama3"), lr=1, ns_coefficients=[2, -1.5, 0.5], adjust_lr_fn=None
+        )
+        self.assertEqual(config.param_groups[0].optimizer_kwargs["lr"], 1)
 
     def test_heads_that_differ_between_layers(self):
         model_spec = spec("llama3")
@@ -404,6 +439,97 @@ class FakeProcessGroupTestCase(TestCase):
     def mesh(self, **sizes: int):
         names = tuple(sizes)
         return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=names)
+
+
+class TestArgumentsOfMuon(FakeProcessGroupTestCase):
+    def parts(self) -> list[nn.Module]:
+        model = whole_model(spec("llama3"))
+        fully_shard(model, mesh=self.mesh(dp_shard=4))
+        return [model.to_empty(device="cpu")]
+
+    def test_hyperparameters_are_what_a_group_of_muon_has(self):
+        config = muon_adamw(spec("llama3"), lr=1e-3, momentum=0.5).judge(
+            whole_model(spec("llama3"))
+        )
+        optimizer = config.build(model_parts=self.parts()).optimizers[0]
+        self.assertEqual({*optimizer.defaults}, {*MUON_HYPERPARAMETERS})
+        self.assertEqual(optimizer.param_groups[0]["momentum"], 0.5)
+
+    def test_arguments_of_the_optimizer_are_not_in_its_groups(self):
+        class WithOptions(DistMuon):
+            def __init__(self, params, *, option: str = "a", **kwargs):
+                self.option = option
+                super().__init__(params, **kwargs)
+
+            __init__.__annotations__ |= get_type_hints(DistMuon.__init__)
+
+        signature = inspect.signature(DistMuon)
+        parameter = inspect.Parameter("option", inspect.Parameter.KEYWORD_ONLY)
+        parameters = {**signature.parameters, "option": parameter}
+        WithOptions.__signature__ = signature.replace(parameters=[*parameters.values()])
+        with (
+            patch.object(muon, "DistMuon", WithOptions),
+            patch.object(dist_muon, "DistMuon", WithOptions),
+        ):
+            config = muon_adamw(spec("llama3"), lr=1e-3, option="b")
+            with self.assertRaisesRegex(ValueError, "did you mean 'option'"):
+                muon_adamw(spec("llama3"), lr=1e-3, optoin="b")
+            with self.assertRaisesRegex(ValueError, "no argument 'option'"):
+                muon_adamw(
+                    spec("llama3"),
+                    lr=1e-3,
+                    overrides_by_pattern={"wo": {"option": "b"}},
+                )
+            optimizer = config.build(model_parts=self.parts()).optimizers[0]
+        self.assertEqual(optimizer.option, "b")
+        plain = muon_adamw(spec("llama3"), lr=1e-3)
+        expected = plain.build(model_parts=self.parts()).optimizers[0]
+        self.assertEqual(
+            [{*group} for group in optimizer.param_groups],
+            [{*group} for group in expected.param_groups],
+        )
+        # By hand, they are refused where they would have no effect.
+        plain.param_groups[0].optimizer_kwargs["momentun"] = 0.9
+        with self.assertRaisesRegex(ValueError, "'momentun' is no hyper.*an 'momentum'"):
+            plain.build(model_parts=self.parts())
+
+    @unittest.skipUnless(
+        {"momentum_dtype", "matrices_per_batch", "newton_schulz"}
+        <= {*inspect.signature(DistMuon).parameters},
+        "requires a DistMuon with these arguments",
+    )
+    def test_arguments_take_effect(self):
+        model_spec = spec("llama3")
+        arguments = {
+            "host_offload": True,
+            "momentum_dtype": "bfloat16",
+            "update_split": "weight_on_host",
+            "max_buffer_gib": 0.5,
+            "matrices_per_batch": 3,
+            "newton_schulz": "gram",
+        }
+        plain = muon_adamw(model_spec, lr=1e-3, implementation="for-loop")
+        container = muon_adamw(
+            model_spec, lr=1e-3, implementation="for-loop", **arguments
+        ).build(model_parts=self.parts())
+        optimizer = container.optimizers[0]
+        state = container.state_dict()
+        name = "layers.0.attention.wo.weight"
+        self.assertEqual(state[f"state.{name}.momentum_buffer"].dtype, torch.bfloat16)
+        self.assertEqual(optimizer.update_split, "weight_on_host")
+        self.assertEqual(optimizer._matrices_per_batch, 3)
+        self.assertEqual(optimizer._newton_schulz, "gram")
+        # A checkpoint that was made without these arguments has what this one asks for.
+        older = plain.build(model_parts=self.parts()).state_dict()
+        self.assertEqual(set(state) - set(older), set(container.optional_keys))
+        container.load_state_dict(older)
+        for name, value, message in (
+            ("momentum_dtype", torch.bfloat16, "momentum_dtype must be str, got torch."),
+            ("matrices_per_batch", "8", "matrices_per_batch must be int, got '8'"),
+            ("host_offload", "yes", "host_offload must be bool | None"),
+        ):
+            with self.assertRaisesRegex(TypeError, re.escape(message)):
+                muon_adamw(model_spec, lr=1e-3, **{name: value})
 
 
 class TestPipelineStages(FakeProcessGroupTestCase):

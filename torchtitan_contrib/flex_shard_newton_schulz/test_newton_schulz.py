@@ -123,6 +123,27 @@ class TestOrthogonalize(unittest.TestCase):
                 difference = singular_values(gram) - singular_values(expected)
                 self.assertLess(difference.abs().max().item(), 0.03)
 
+    def test_gram_of_equal_rows(self):
+        # Rounding reaches the zero directions, which the steps magnify, beside the one
+        # singular vector. The loop errs less here, as all that it rounds is of rank one.
+        # Factors transposed on the way made tall matrices err four times as much.
+        generator = torch.Generator().manual_seed(0)
+        for rows, columns in ((256, 64), (512, 128), (65, 64)):
+            for _ in range(5):
+                row = torch.randn(columns, generator=generator)
+                equal = row.expand(rows, columns).contiguous()
+                one = torch.zeros(rows, columns)
+                one[rows // 3] = row
+                # One entry a row: the singular vectors are those of a unit matrix.
+                one_hot = torch.zeros(rows, columns)
+                hot = torch.randint(columns, (rows,), generator=generator)
+                one_hot[torch.arange(rows), hot] = 1
+                for update, limit in ((equal, 0.03), (one, 0.03), (one_hot, 0.01)):
+                    for matrix in (update, update.mT.contiguous()):
+                        gram = orthogonalize(matrix, method="gram", **SETTINGS)
+                        error = relative_error(gram, polynomial(matrix))
+                        self.assertLess(error, limit)
+
     def test_gram_sends_singular_values_to_the_band(self):
         values = singular_values(
             orthogonalize(hard_cases()["wide"], method="gram", **SETTINGS)

@@ -4,7 +4,7 @@
 # This source code is licensed under the BSD-style license found in the
 # LICENSE file in the root directory of this source tree.
 
-"""parallelism.fsdp_unshard_async_op: all-gathers set up in the compute stream."""
+"""parallelism.fsdp_unshard_async_op: all-gathers allocated in the compute stream."""
 
 import ast
 import contextlib
@@ -27,7 +27,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
 
-from torchtitan.config import configs, ParallelismConfig, TrainingConfig
+from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed import fsdp
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm
@@ -101,13 +101,15 @@ class TestFsdpUnshardAsyncOpConfig(unittest.TestCase):
         hints = typing.get_type_hints(ParallelismConfig, include_extras=True)
         self.assertIn(tyro.conf.Suppress, hints["fsdp_unshard_async_op"].__metadata__)
 
-    def test_torch_without_the_api(self):
-        with mock.patch.object(configs, "FSDPModule", object):
-            ParallelismConfig()
-            with self.assertRaisesRegex(
-                ValueError, "apply the contribution unshard_async_op"
-            ):
-                ParallelismConfig(fsdp_unshard_async_op=True)
+    def test_both_names_of_the_method(self):
+        """The private one where PyTorch has no other, the public one without a warning."""
+        model = mock.Mock(spec=["_set_unshard_async_op"])
+        fsdp.enable_fsdp_unshard_async_op(model)
+        model._set_unshard_async_op.assert_called_once_with(True)
+        model = mock.Mock(spec=["_set_unshard_async_op", "set_unshard_async_op"])
+        fsdp.enable_fsdp_unshard_async_op(model)
+        model.set_unshard_async_op.assert_called_once_with(True)
+        model._set_unshard_async_op.assert_not_called()
 
     def test_symmetric_memory_is_refused(self):
         with self.assertRaisesRegex(
@@ -204,7 +206,8 @@ class GlooTestBase(MultiProcContinuousTest):
         unpinned = mock.patch.object(
             fsdp, "CPUOffloadPolicy", partial(CPUOffloadPolicy, pin_memory=False)
         )
-        with unpinned:
+        with unpinned, warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*_set_unshard_async_op.*")
             fsdp.apply_fsdp_to_decoder(
                 model,
                 dp_mesh,
@@ -259,10 +262,7 @@ class GlooTestBase(MultiProcContinuousTest):
         """Compare with the option off, bit by bit; return the all-gathers on and off."""
         parts = [self._shard(part, True, **kwargs) for part in build()]
         reference = [self._shard(part, False, **kwargs) for part in build()]
-        with warnings.catch_warnings():
-            # FSDP warns where a module was not prefetched in forward.
-            warnings.filterwarnings("error", message=".*was not prefetched.*")
-            losses, on = self._train(parts, steps=steps, microbatches=microbatches)
+        losses, on = self._train(parts, steps=steps, microbatches=microbatches)
         expected_losses, off = self._train(
             reference, steps=steps, microbatches=microbatches
         )

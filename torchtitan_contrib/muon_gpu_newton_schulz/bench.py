@@ -45,6 +45,7 @@ from torchtitan.distributed.flex_shard import (
 )
 from torchtitan.distributed.flex_shard._host_memory import empty_host
 from torchtitan.distributed.flex_shard._host_offload import _UpdateSplit
+from torchtitan.distributed.flex_shard._offload_ring import _nbytes, _NUM_SLOTS
 from torchtitan.distributed.flex_shard._host_passes import compile_host_passes
 from torchtitan.distributed.flex_shard._matrix_batches import _NewtonSchulzSettings
 from torchtitan.distributed.flex_shard.dist_muon import DistMuon
@@ -263,10 +264,12 @@ def main() -> None:
             before = torch.cuda.memory_allocated()
             optimizer.step()
             pipeline = optimizer._host_offload._pipeline
+            dtypes = pipeline.split.device_dtypes(torch.float32)
             peak[name] = {
-                "pipeline_bytes": pipeline.device_bytes,
+                "pipeline_bytes": _NUM_SLOTS * _nbytes(pipeline._numel, dtypes),
                 "newton_schulz_scratch_bytes": torch.cuda.max_memory_allocated() - before,
-                "pinned_staging_bytes": pipeline.pinned_bytes,
+                "shared_ring_bytes": pipeline._ring.device_bytes,
+                "shared_pinned_staging_bytes": pipeline._ring.pinned_bytes,
             }
         if args.trace:
             args.trace.mkdir(parents=True, exist_ok=True)

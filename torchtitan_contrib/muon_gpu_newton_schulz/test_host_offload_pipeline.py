@@ -9,25 +9,33 @@
 The reference is the same update written out for one matrix at a time.
 """
 
+import dataclasses
 import os
+import subprocess
+import sys
 import unittest
+import weakref
 from unittest import mock
 
 import torch
 from hypothesis import given, settings, strategies as st
 from torch._inductor.utils import run_and_get_cpp_code
 
-from torchtitan.distributed.flex_shard import _host_memory, _host_passes
+from torchtitan.distributed.flex_shard import (
+    _host_memory,
+    _host_offload_choice,
+    _host_passes,
+)
 from torchtitan.distributed.flex_shard._host_memory import (
     parse_cpu_list,
     pinned_nbytes,
     use_own_cores,
 )
 from torchtitan.distributed.flex_shard._host_offload import (
+    _fit_to_slots,
     _HostOffloadPipeline,
     _HostStack,
-    _NUM_SLOTS,
-    _stored_orientation,
+    _largest_batch_numel,
     _UpdateSplit,
 )
 from torchtitan.distributed.flex_shard._host_offload_choice import time_splits
@@ -39,6 +47,11 @@ from torchtitan.distributed.flex_shard._matrix_batches import (
     _batch_stacks,
     _MatrixStack,
     _NewtonSchulzSettings,
+)
+from torchtitan.distributed.flex_shard._offload_ring import (
+    _nbytes,
+    _NUM_SLOTS,
+    _OffloadRing,
 )
 
 # A stack larger than a batch, stacks that share one, an empty one, tall and wide
@@ -76,7 +89,7 @@ def make_stacks(momentum_dtype=torch.float32, pin=False, shapes=SHAPES):
     ]
 
 
-def plan(shapes=SHAPES, matrices=MATRICES):
+def plan(shapes=SHAPES, matrices=MATRICES, max_numel=1 << 40):
     stacks = [
         _MatrixStack(
             item=index,
@@ -89,15 +102,16 @@ def plan(shapes=SHAPES, matrices=MATRICES):
         )
         for index, (count, rows, columns) in enumerate(shapes)
     ]
-    return _stored_orientation(
-        _batch_stacks(stacks, matrices_per_batch=matrices, whole_stacks=False)
+    return _fit_to_slots(
+        _batch_stacks(stacks, matrices_per_batch=matrices, whole_stacks=False),
+        max_numel,
     )
 
 
 def make_pipeline(split, momentum_dtype=torch.float32, device="cpu", batches=None):
     batches = plan() if batches is None else batches
     return _HostOffloadPipeline(
-        torch.device(device),
+        _OffloadRing.shared(torch.device(device)),
         max((batch.numel for batch in batches), default=0),
         split,
         momentum_dtype=momentum_dtype,
@@ -107,7 +121,8 @@ def make_pipeline(split, momentum_dtype=torch.float32, device="cpu", batches=Non
 
 
 def step(pipeline, stacks, scale=1.0, batches=None):
-    pipeline.begin(dict(enumerate(stacks)), scale)
+    scaled = [dataclasses.replace(stack, gradient_scale=scale) for stack in stacks]
+    pipeline.begin(dict(enumerate(scaled)))
     pipeline.run(plan() if batches is None else batches)
     pipeline.finish()
 
@@ -124,18 +139,20 @@ def reference_step(stack, gradient_scale):
         weight.mul_(stack.decay).add_(update.float(), alpha=-stack.step_size)
 
 
-class TestStoredOrientation(unittest.TestCase):
-    @settings(max_examples=100, deadline=None)
+class TestFitToSlots(unittest.TestCase):
+    @settings(max_examples=200, deadline=None)
     @given(
         shapes=st.lists(
             st.tuples(st.integers(0, 9), st.integers(1, 2), st.integers(1, 2)),
             max_size=8,
         ),
         matrices=st.integers(1, 5),
+        max_numel=st.integers(1, 20),
     )
-    def test_every_matrix_is_in_one_batch_as_it_is_stored(self, shapes, matrices):
+    def test_every_matrix_is_in_one_batch_that_fits(self, shapes, matrices, max_numel):
         seen = []
-        for batch in plan(shapes, matrices):
+        for batch in plan(shapes, matrices, max_numel):
+            self.assertTrue(batch.numel <= max_numel or batch.num_matrices == 1)
             filled = 0
             for member in batch.members:
                 stack = member.stack
@@ -149,6 +166,38 @@ class TestStoredOrientation(unittest.TestCase):
             sorted(seen),
             [(i, m) for i, (count, _, _) in enumerate(shapes) for m in range(count)],
         )
+
+    def test_parts_of_a_batch_differ_by_one_matrix_at_most(self):
+        for count in range(1, 30):
+            sizes = [b.num_matrices for b in plan([(count, 2, 2)], 100, max_numel=4 * 7)]
+            self.assertEqual(len(sizes), -(-count // 7))
+            self.assertLessEqual(max(sizes) - min(sizes), 1)
+
+    def test_buffers_of_wide_matrices(self):
+        # One rank's four layers of a mixture of experts: query, key and value in one
+        # weight; the output; 16 experts and a shared one, each of three matrices.
+        layer = [(1, 10240, 6144), (1, 6144, 6144)]
+        layer += 2 * [(16, 1792, 6144), (1, 1792, 6144)] + [(16, 6144, 1792)]
+        layer += [(1, 6144, 1792)]
+        dtypes = _UpdateSplit.ON_DEVICE.device_dtypes(torch.float32)
+
+        def gib(batches):
+            largest = max(batch.numel for batch in batches)
+            return _NUM_SLOTS * _nbytes(largest, dtypes) / 2**30
+
+        # Four of the widest matrices are one batch.
+        self.assertAlmostEqual(gib(plan(4 * layer, 8)), 9.84, places=2)
+        for max_gib, expected in ((3.0, 2.95), (8.0, 5.91), (100.0, 9.84)):
+            limit = _largest_batch_numel(max_gib * 2**30, torch.float32)
+            batches = plan(4 * layer, 8, limit)
+            self.assertLessEqual(gib(batches), max_gib)
+            self.assertAlmostEqual(gib(batches), expected, places=2)
+            count = sum(batch.num_matrices for batch in batches)
+            self.assertEqual(count, 4 * (2 + 3 * 17))
+
+    def test_a_matrix_that_does_not_fit_is_alone(self):
+        sizes = [batch.num_matrices for batch in plan([(3, 8, 8)], 8, max_numel=63)]
+        self.assertEqual(sizes, [1, 1, 1])
 
 
 class TestPipeline(unittest.TestCase):
@@ -208,17 +257,62 @@ class TestPipeline(unittest.TestCase):
             (_UpdateSplit.ON_DEVICE, 2 + 4 + 4 + 4, 0),
         ):
             pipeline = make_pipeline(split)
-            self.assertEqual(pipeline.device_bytes, _NUM_SLOTS * numel * device_bytes)
-            block = 1 << (2 * numel - 1).bit_length()
-            self.assertEqual(pipeline.pinned_bytes, _NUM_SLOTS * staged * block)
+            ring = pipeline._ring
+            least = _NUM_SLOTS * numel * device_bytes
+            self.assertGreaterEqual(ring.device_bytes, least)
+            self.assertLess(ring.device_bytes, least + _NUM_SLOTS * 4 * 512)
+            block = 1 << (staged * 512 * -(-2 * numel // 512) - 1).bit_length()
+            self.assertEqual(ring.pinned_bytes, _NUM_SLOTS * block if staged else 0)
+            del pipeline, ring
+
+    def _addresses(self, ring):
+        return [t.data_ptr() for t in (*ring._on_device, *ring._on_host)]
 
     def test_buffers_are_made_once(self):
         pipeline = make_pipeline(_UpdateSplit.WEIGHT_ON_HOST)
-        before = [t.data_ptr() for h in (True, False) for t in pipeline._buffers(on_host=h)]
+        before = self._addresses(pipeline._ring)
         for _ in range(2):
             step(pipeline, make_stacks())
-        after = [t.data_ptr() for h in (True, False) for t in pipeline._buffers(on_host=h)]
-        self.assertEqual(before, after)
+        self.assertEqual(before, self._addresses(pipeline._ring))
+
+    def test_pipelines_share_the_buffers_of_the_largest(self):
+        # As the optimizers of several pipeline stages on one rank do.
+        large = make_pipeline(_UpdateSplit.ON_DEVICE)
+        alone = large._ring.device_bytes
+        others = [
+            make_pipeline(split, momentum_dtype, batches=plan(SHAPES[:1]))
+            for split in _UpdateSplit
+            for momentum_dtype in (torch.float32, torch.bfloat16)
+        ]
+        self.assertEqual(large._ring.device_bytes, alone)
+        for other in others:
+            self.assertIs(other._ring, large._ring)
+        # One that comes later and is larger: the first uses its memory from then on.
+        huge = make_pipeline(_UpdateSplit.WEIGHT_ON_HOST, batches=plan([(99, 5, 7)], 99))
+        self.assertGreater(huge._ring.device_bytes, alone)
+        self._assert_matches_reference(large, torch.float32, 0.3)
+        memory = weakref.ref(huge._ring)
+        del large, other, others, huge
+        self.assertIsNone(memory())
+
+    def test_each_stack_has_its_own_gradient_scale(self):
+        for split in _UpdateSplit:
+            stacks, expected = make_stacks(), make_stacks()
+            scales = [0.5, 1.0, 1.0, 0.1, 0.25, float("nan")]
+            pipeline = make_pipeline(split)
+            pipeline.begin(
+                {
+                    index: dataclasses.replace(stack, gradient_scale=scales[index])
+                    for index, stack in enumerate(stacks)
+                }
+            )
+            pipeline.run(plan())
+            pipeline.finish()
+            for stack, reference, scale in zip(stacks, expected, scales):
+                reference_step(reference, scale)
+                torch.testing.assert_close(
+                    stack.momentum, reference.momentum, rtol=0, atol=0, equal_nan=True
+                )
 
     def test_nothing_to_do(self):
         pipeline = make_pipeline(_UpdateSplit.ON_DEVICE, batches=())
@@ -233,13 +327,40 @@ class TestHostPasses(unittest.TestCase):
         compiled = compile_host_passes(torch.float32)
         if compiled is None:
             self.skipTest("torch.compile has no C++ compiler here")
-        # What was compiled serves a step: no size, and no mode, compiles again.
+        # What was compiled serves a step: no size, no mode and no place in a larger
+        # tensor compiles again. Offsets of zero and one, and equal to a size, are
+        # those that torch.compile takes for constants.
         with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
-            weight = torch.ones(1 << 16)
-            compiled.apply_direction(
-                weight, weight.bfloat16(), decay=1.0, step_size=0.5
-            )
-        self.assertEqual(weight.unique().item(), 0.5)
+            for size in (5, 1124, 1 << 16):
+                for offsets in (
+                    (0, 0, 0),
+                    (size, 0, 0),
+                    (0, size, 0),
+                    (0, 2 * size, size),
+                    (1, 1, 1),
+                    (1124, 1024, 3),
+                ):
+                    gradient, momentum, update = (
+                        torch.ones(size + offset, dtype=dtype)[offset:]
+                        for offset, dtype in zip(
+                            offsets, (torch.float32, torch.float32, torch.bfloat16)
+                        )
+                    )
+                    for nesterov in (False, True):
+                        compiled.update_momentum(
+                            gradient,
+                            momentum,
+                            update,
+                            factor=0.5,
+                            nesterov=nesterov,
+                            gradient_scale=0.5,
+                        )
+                    self.assertEqual(momentum.unique().tolist(), [0.625])
+                    self.assertEqual(update.unique().tolist(), [0.5625])
+                    compiled.apply_direction(
+                        momentum, update, decay=1.0, step_size=1.0
+                    )
+                    self.assertEqual(momentum.unique().tolist(), [0.0625])
         # Parallel, though two elements are not worth it: kernels outlive the tensors
         # that they were compiled for, also on disk.
         torch._dynamo.reset()
@@ -289,10 +410,13 @@ class TestCores(unittest.TestCase):
         self.assertEqual(parse_cpu_list("0-2,8,10-11\n"), {0, 1, 2, 8, 10, 11})
         self.assertEqual(parse_cpu_list("\n"), set())
 
-    def _threads(self, own, parent, environment):
+    def _threads(self, own, parent, environment, by_torchrun=True):
         affinity = {0: own, os.getppid(): parent}
         with (
             mock.patch.dict(os.environ, environment),
+            mock.patch.object(
+                _host_memory, "_torchrun_set_threads", return_value=by_torchrun
+            ),
             mock.patch.object(os, "sched_getaffinity", affinity.__getitem__),
             mock.patch.object(torch, "set_num_threads") as threads,
         ):
@@ -310,17 +434,96 @@ class TestCores(unittest.TestCase):
 
     def test_a_user_s_number_is_kept(self):
         cores = set(range(8))
-        for environment in (
-            {"OMP_NUM_THREADS": "5", "LOCAL_WORLD_SIZE": "2"},
-            {"OMP_NUM_THREADS": "1"},
-        ):
-            with mock.patch.dict(os.environ):
-                os.environ.pop("LOCAL_WORLD_SIZE", None)
-                self.assertIsNone(self._threads(cores, cores, environment))
+        for number, by_torchrun in (("5", True), ("1", False)):
+            environment = {"OMP_NUM_THREADS": number, "LOCAL_WORLD_SIZE": "2"}
+            self.assertIsNone(self._threads(cores, cores, environment, by_torchrun))
+
+    def test_who_set_the_number_under_torchrun(self):
+        # Real processes: a launcher, a worker of it, and perhaps a shell in between.
+        ask = (
+            "from torchtitan.distributed.flex_shard import _host_memory as m; "
+            "print(m._torchrun_set_threads())"
+        )
+        worker = [sys.executable, "-c", ask]
+        through_a_shell = ["sh", "-c", '"$@"; exit 0', "sh", *worker]
+        launch = (
+            "import os, subprocess, sys; "
+            "os.environ.setdefault('OMP_NUM_THREADS', '1'); "
+            "os.environ |= {'LOCAL_WORLD_SIZE': '2', 'TORCHELASTIC_RUN_ID': 'none'}; "
+            "subprocess.run(sys.argv[1:], check=True)"
+        )
+        for command in (worker, through_a_shell):
+            for of_the_user, expected in (({}, True), ({"OMP_NUM_THREADS": "1"}, False)):
+                environment = dict(os.environ)
+                for name in (
+                    "OMP_NUM_THREADS",
+                    "LOCAL_WORLD_SIZE",
+                    "TORCHELASTIC_RUN_ID",
+                ):
+                    environment.pop(name, None)
+                done = subprocess.run(
+                    [sys.executable, "-c", launch, *command],
+                    env=environment | of_the_user,
+                    check=True,
+                    capture_output=True,
+                    text=True,
+                )
+                self.assertEqual(done.stdout.strip(), str(expected))
+
+    def test_an_environment_that_cannot_be_read_is_left_alone(self):
+        with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}):
+            for error in (PermissionError(), FileNotFoundError()):
+                with mock.patch.object(_host_memory, "_environment", side_effect=error):
+                    self.assertFalse(_host_memory._torchrun_set_threads())
 
     def test_pinned_blocks_are_rounded_up(self):
         for elements, expected in ((1, 4), (4, 16), (5, 32), (1 << 10, 1 << 12)):
             self.assertEqual(pinned_nbytes(torch.empty(elements)), expected)
+
+
+class TestTiming(unittest.TestCase):
+    def test_the_sample_is_gone_when_its_memory_is_given_back(self):
+        sample = []
+
+        def empty_host(numel, dtype, device):
+            tensor = torch.empty(numel, dtype=dtype)
+            sample.append(weakref.ref(tensor))
+            return tensor
+
+        alive = []
+        with (
+            mock.patch.object(_host_offload_choice, "empty_host", empty_host),
+            mock.patch.object(_host_offload_choice, "_SAMPLE_ELEMENTS", 1 << 10),
+            mock.patch.object(
+                _host_offload_choice,
+                "release_pinned_cache",
+                lambda device: alive.append([ref() for ref in sample]),
+            ),
+        ):
+            seconds = time_splits(
+                torch.device("cpu"),
+                (8, 16),
+                SETTINGS,
+                momentum_dtype=torch.bfloat16,
+                compute=normalize,
+                passes=HostPasses(),
+            )
+        self.assertEqual(set(seconds), set(_UpdateSplit))
+        self.assertEqual(alive, [[None] * 6])
+
+    def test_pinned_cache_is_emptied_on_an_accelerator_only(self):
+        calls = mock.Mock()
+        with (
+            mock.patch.object(torch.accelerator, "synchronize", calls.synchronize),
+            mock.patch.object(torch.accelerator, "empty_host_cache", calls.empty),
+        ):
+            _host_memory.release_pinned_cache(torch.device("cpu"))
+            self.assertEqual(calls.mock_calls, [])
+            device = torch.device("cuda", 0)
+            _host_memory.release_pinned_cache(device)
+        self.assertEqual(
+            calls.mock_calls, [mock.call.synchronize(device), mock.call.empty()]
+        )
 
 
 @unittest.skipUnless(torch.cuda.is_available(), "requires CUDA")
@@ -361,8 +564,8 @@ class TestPipelineOnCUDA(unittest.TestCase):
             before = torch.cuda.memory_allocated()
             pipeline = make_pipeline(split, device="cuda", batches=batches)
             grown = torch.cuda.memory_allocated() - before
-            self.assertGreaterEqual(grown, pipeline.device_bytes)
-            self.assertLessEqual(grown, pipeline.device_bytes + 512 * 16)
+            self.assertGreaterEqual(grown, pipeline._ring.device_bytes)
+            self.assertLessEqual(grown, pipeline._ring.device_bytes + 512 * 16)
             step(pipeline, stacks, batches=batches)
             pinned = torch.cuda.host_memory_stats()["allocated_bytes.current"]
             after = torch.cuda.memory_allocated()
@@ -375,6 +578,7 @@ class TestPipelineOnCUDA(unittest.TestCase):
             del pipeline, stacks  # before the next split is measured
 
     def test_timing_of_splits(self):
+        before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
         seconds = time_splits(
             torch.device("cuda", torch.cuda.current_device()),
             (512, 1024),
@@ -383,6 +587,8 @@ class TestPipelineOnCUDA(unittest.TestCase):
             compute=normalize,
             passes=HostPasses(),
         )
+        after = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+        self.assertLessEqual(after, before)
         self.assertEqual(set(seconds), set(_UpdateSplit))
         self.assertTrue(all(0 < value < 1e-6 for value in seconds.values()))
 

@@ -11,11 +11,17 @@ must then give bitwise what DistMuon gives without offload.
 """
 
 import copy
+import shutil
+import tempfile
 import unittest
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, OffloadPolicy
 from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
@@ -27,6 +33,9 @@ from torchtitan.components.checkpoint_utils import (
     init_optim_state,
     load_flat_optim_state_dict,
 )
+from torchtitan.components.checkpointer.dcp import CheckpointManager
+from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.flex_shard import (
     BlockShard,
     BucketConfig,
@@ -34,7 +43,9 @@ from torchtitan.distributed.flex_shard import (
     ComputeLayout,
     Owned,
 )
+from torchtitan.distributed.flex_shard import _muon_host_offload
 from torchtitan.distributed.flex_shard._host_offload import _UpdateSplit
+from torchtitan.distributed.flex_shard._host_passes import HostPasses
 
 SPLITS = [split.value for split in _UpdateSplit]
 BLOCK_ROWS = 4
@@ -215,7 +226,14 @@ class TestOnCPU(SpawnedTest):
             self.assertEqual(momentum.full_tensor().shape, param.shape)
 
     def test_scaled_gradients(self):
-        # Clipping: a factor of the step equals a multiplication of the gradients.
+        # Clipping: a factor of the step equals a multiplication of the gradients. Each
+        # parameter has its own, and some have none.
+        names = list(VALUES)
+        factors_by_step = (
+            dict.fromkeys(names, 0.25),
+            dict(zip(names, (0.5, 0.1, 0.3, 0.7))),
+            dict(zip(names[2:], (0.9, 0.2, 0.6, 0.4))),
+        )
         for split in SPLITS:
             results = []
             for folded in (False, True):
@@ -225,20 +243,225 @@ class TestOnCPU(SpawnedTest):
                     host_offload=True,
                     update_split=split,
                 )
-                for step, scale in enumerate((0.25, 1.0, 0.3)):
-                    set_gradients(params, step + 1, 1.0 if folded else scale)
+                for step, factors in enumerate(factors_by_step):
+                    set_gradients(params, step + 1)
                     before = [p.grad.to_local().clone() for p in params.values()]
-                    if folded:
-                        optimizer.scale_gradients(scale)
+                    for name, factor in factors.items():
+                        if folded:
+                            optimizer.scale_gradient(params[name], factor)
+                        else:
+                            params[name].grad.mul_(factor)
                     optimizer.step()
-                    self._assert_equal(
-                        [p.grad.to_local() for p in params.values()], before
-                    )
+                    if folded:
+                        self._assert_equal(
+                            [p.grad.to_local() for p in params.values()], before
+                        )
                 # The factor is of one step.
                 set_gradients(params, seed=9)
                 optimizer.step()
                 results.append(tensors_of(params, optimizer))
             self._assert_equal(*results)
+
+    def _container(self, folded):
+        """Two matrices with Muon and a vector with AdamW, on the host."""
+        mesh = self._mesh()
+        model = nn.ParameterDict(
+            {
+                name: nn.Parameter(
+                    distribute_tensor(torch.ones(shape), mesh, [Shard(0)])
+                )
+                for name, shape in (("a", (4, 6)), ("b", (6, 4)), ("vector", (4,)))
+            }
+        )
+        config = OptimizersContainer.Config(
+            param_groups=[
+                ParamGroupConfig(
+                    pattern="^[ab]$",
+                    optimizer_name="DistMuon",
+                    optimizer_kwargs={"lr": 0.1, "fused": False, "foreach": False},
+                ),
+                ParamGroupConfig(
+                    pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 0.1}
+                ),
+            ],
+            implementation="for-loop",
+            optimizer_factory_kwargs_by_name={
+                "DistMuon": {
+                    "compute_sharding_by_fqn": {
+                        name: ComputeLayout({"dp_shard": Owned()}) for name in "ab"
+                    },
+                    "bucket_configs": [BucketConfig(patterns=("*",))],
+                    "host_offload": folded or None,
+                }
+            },
+        )
+        return model, config.build(model_parts=[model])
+
+    def test_clipping(self):
+        # Each entry clips some parameters to a norm: the same as in place.
+        cases = {
+            "one after the other": [("a", 0.5), ("b", 0.1)],
+            "only what AdamW has": [("vector", 0.1)],
+            "all": [("ab,vector", 1.0)],
+            "again": [("ab,vector", 2.0), ("a,vector", 0.5), ("ab", 0.25)],
+            "nothing to do": [("ab", 1e6)],
+            "a parameter without gradient": [("ab,none", 0.5)],
+        }
+        for name, clips in cases.items():
+            results = []
+            for folded in (False, True):
+                model, container = self._container(folded)
+                for step in range(2):
+                    for index, param in enumerate(model.values()):
+                        generator = torch.Generator().manual_seed(10 * step + index)
+                        grad = torch.randn(param.shape, generator=generator)
+                        param.grad = distribute_tensor(
+                            grad, param.device_mesh, param.placements
+                        )
+                    norms = []
+                    for names, max_norm in clips:
+                        params = [
+                            param
+                            for key, param in model.items()
+                            if key in names.replace("ab", "a,b").split(",")
+                        ]
+                        if "none" in names:
+                            params.append(nn.Parameter(torch.ones(2)))
+                        norms.append(
+                            dist_utils.clip_grad_norm_(
+                                params,
+                                max_norm,
+                                clipper=container if folded else None,
+                            )
+                        )
+                    container.step()
+                    container.zero_grad()
+                momentum = container.optimizers[0].state
+                results.append(
+                    [p.detach().to_local() for p in model.values()]
+                    + [
+                        momentum[model[k]]["momentum_buffer"].to_local() for k in "ab"
+                    ]
+                    + norms
+                )
+            for got, expected in zip(*results, strict=True):
+                torch.testing.assert_close(got, expected, msg=lambda m: f"{name}: {m}")
+
+    def test_clipping_is_of_the_gradient_that_was_there(self):
+        params, optimizer = build(self._mesh(), whole_tensors(0), host_offload=True)
+        expected_params, expected = build(self._mesh(), whole_tensors(0))
+
+        def check():
+            set_gradients(expected_params, 1)
+            expected.step()
+            optimizer.step()
+            self._assert_equal(
+                tensors_of(params, optimizer), tensors_of(expected_params, expected)
+            )
+
+        # A step that was skipped: its factors go with its gradients.
+        set_gradients(params, 5)
+        optimizer.scale_gradient(params["blocks"], 0.1)
+        optimizer.zero_grad()
+        set_gradients(params, 1)
+        check()
+        set_gradients(params, 5)
+        optimizer.scale_gradient(params["blocks"], 0.1)
+        set_gradients(params, 1)  # by hand
+        check()
+        # Of a gradient to which a later backward adds, a part is not clipped.
+        set_gradients(params, 5)
+        optimizer.scale_gradient(params["blocks"], 0.1)
+        local = params["blocks"].grad.to_local()
+        local += 1
+        before = tensors_of(params, optimizer)
+        before = [tensor.clone() for tensor in before]
+        with self.assertRaisesRegex(RuntimeError, "changed in place after it was clipped"):
+            optimizer.step()
+        self._assert_equal(tensors_of(params, optimizer), before)
+
+    def _resume(self, folder, container, **others):
+        manager = SimpleNamespace(states={"optimizer": container, **others})
+        CheckpointManager.dcp_load(
+            manager,
+            dict(manager.states),
+            checkpoint_id=folder,
+            from_hf=False,
+            from_quantized=False,
+        )
+
+    def test_a_checkpoint_keeps_the_split(self):
+        folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(folder)
+        _, container = self._container(True)
+        muon = container.optimizers[0]
+        self.assertEqual(muon.update_split, "on_device")
+        muon.restore_update_split("weight_on_host")  # as if it had been timed
+        groups = [set(group) for group in muon.param_groups]
+        dcp.save({"optimizer": container}, checkpoint_id=folder[0])
+        _, resumed = self._container(True)
+        self._resume(folder[0], resumed)
+        self.assertEqual(resumed.optimizers[0].update_split, "weight_on_host")
+        # It is no hyper-parameter.
+        self.assertEqual([set(g) for g in resumed.optimizers[0].param_groups], groups)
+        # What the user chose counts more.
+        _, chosen = self._container(True)
+        options = chosen.optimizers[0]._host_offload.options
+        with mock.patch.object(
+            chosen.optimizers[0]._host_offload,
+            "options",
+            type(options)(update_split="on_device"),
+        ):
+            self._resume(folder[0], chosen)
+        self.assertEqual(chosen.optimizers[0].update_split, "on_device")
+        # Without offload the key is not asked for.
+        _, plain = self._container(False)
+        dcp.load({"optimizer": plain}, checkpoint_id=folder[0])
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder[0])
+
+    def test_a_checkpoint_without_the_split_loads(self):
+        folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(folder)
+        _, plain = self._container(False)
+        dcp.save({"optimizer": plain}, checkpoint_id=folder[0])
+        model, container = self._container(True)
+        container.optimizers[0].restore_update_split("weight_on_host")
+        with self.assertRaisesRegex(CheckpointException, "Missing key.*update_split"):
+            dcp.load({"optimizer": container}, checkpoint_id=folder[0])
+        self._resume(folder[0], container)
+        self.assertEqual(container.optimizers[0].update_split, "weight_on_host")
+        # Any other key must be there.
+        with self.assertRaisesRegex(CheckpointException, "Missing key.*absent"):
+            self._resume(folder[0], container, absent=torch.ones(1))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder[0])
+
+    def test_batches_fit_the_buffers(self):
+        # Stacks of up to four matrices of 18 elements, and a limit of two a batch.
+        limit = 2 * 18 * 3 * 14 / 2**30
+        params, optimizer = self._train(
+            host_offload=True, update_split="on_device", max_buffer_gib=limit
+        )
+        local = optimizer._batch_plan.local
+        self.assertEqual({batch.num_matrices for batch in local}, {1, 2})
+        _, unlimited = self._train(host_offload=True, update_split="on_device")
+        self.assertEqual(
+            sum(batch.num_matrices for batch in local),
+            sum(batch.num_matrices for batch in unlimited._batch_plan.local),
+        )
+        # The same matrices, in smaller batches, whose products may round differently.
+        for got, expected in zip(
+            tensors_of(params, optimizer), tensors_of(*self._train()), strict=True
+        ):
+            torch.testing.assert_close(got, expected, rtol=0.01, atol=0.01)
+        with self.assertLogs(_muon_host_offload.logger, "WARNING") as logs:
+            build(
+                self._mesh(), whole_tensors(0), host_offload=True, max_buffer_gib=1e-9
+            )
+        self.assertIn("largest matrix alone, of 18 elements", logs.output[0])
 
     def test_other_work_runs_before_the_step_ends(self):
         params, optimizer = build(self._mesh(), whole_tensors(0), host_offload=True)
@@ -324,9 +547,49 @@ class TestArguments(unittest.TestCase):
             self._build(host_offload=True, update_split="gpu")
         with self.assertRaisesRegex(ValueError, "float32, bfloat16; got 'float16'"):
             self._build(host_offload=True, momentum_dtype="float16")
+        for gib in (0, -1.0, float("nan")):
+            with self.assertRaisesRegex(ValueError, "max_buffer_gib must be positive"):
+                self._build(host_offload=True, max_buffer_gib=gib)
+
+    def test_other_dtypes_than_float32_are_refused(self):
+        for dtype in (torch.bfloat16, torch.float16, torch.float64):
+            values = whole_tensors(0)
+            values["experts_b"] = values["experts_b"].to(dtype)
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+            with self.assertRaisesRegex(
+                ValueError, rf"1 have another dtype, the first experts_b \({dtype}\)"
+            ):
+                build(mesh, values, host_offload=True)
+
+    def test_the_split_is_fixed_in_deterministic_mode(self):
+        # The device is a CPU here, for which "auto" is never timed: pretend.
+        offload = self._build(host_offload=True)._host_offload
+        seconds = {split: 1.0 + index for index, split in enumerate(_UpdateSplit)}
+        with (
+            mock.patch.object(offload, "device", torch.device("meta")),
+            mock.patch.object(offload, "_host_passes"),
+            mock.patch.object(
+                _muon_host_offload, "time_splits", return_value=seconds
+            ) as time,
+            mock.patch.object(
+                _muon_host_offload, "agree", side_effect=lambda values, *_: [*values]
+            ),
+        ):
+            self.assertIs(offload._choose_split(), min(seconds, key=seconds.get))
+            # What most of the parameters are, not what the largest batch is.
+            self.assertEqual(time.call_args.args[1], (3, 6))
+            torch.use_deterministic_algorithms(True)
+            self.addCleanup(torch.use_deterministic_algorithms, False)
+            self.assertIs(offload._choose_split(), _UpdateSplit.ON_DEVICE)
+            time.assert_called_once()
+            self.assertIs(type(offload._make_passes()), HostPasses)
 
     def test_ignored_values_are_refused(self):
-        for ignored in ({"update_split": "on_device"}, {"momentum_dtype": "bfloat16"}):
+        for ignored in (
+            {"update_split": "on_device"},
+            {"momentum_dtype": "bfloat16"},
+            {"max_buffer_gib": 1.0},
+        ):
             with self.assertRaisesRegex(ValueError, "offloaded to the host only"):
                 self._build(**ignored)
 

@@ -76,7 +76,6 @@ def test_one_table_of_any_shape() -> None:
         (Request("cpu_device"), "cpu_device has no benchmark, .*test_cpu_device.py"),
         (Request("unshard_async_op"), "is measured on 2 GPUs .*finds none here.*--smoke"),
         (Request("flex_shard_newton_schulz", smoke=True), "kernels that only a GPU has"),
-        (Request(GATHER, smoke=True, record=True), "expected --smoke or --record, got both"),
         (Request("shared_rop_cache"), "did you mean shared_rope_cache?"),
     ],
 )

@@ -17,6 +17,8 @@ RUNS = {
     "slice": ("slice", "--world", "2", "--rank", "1"),
     # The last stage of a pipeline, with tensor and expert parallelism and AdamW.
     "leonardo_mini": ("leonardo_mini", "--rank", "5"),
+    # Six experts over four ranks, which FSDP pads to eight.
+    "padded": ("slice", "--world", "8", "--layers", "2", "--experts", "12", "--rank", "7"),
     "placements": ("mini", "--world", "4", "--placements"),
     "less": (
         *("jupiter_1t", "--layers", "2"),
@@ -94,12 +96,25 @@ def test_memory_counted_by_hand(jupiter):
     assert beside["backward"]["plan"] == pytest.approx(beside["backward"]["found"], rel=0.05)
 
 
-@pytest.mark.parametrize("config", ["slice", "leonardo_mini"])
+@pytest.mark.parametrize("config", ["slice", "leonardo_mini", "padded"])
 def test_the_plan_agrees_on_other_layouts(config, runs):
     ended = runs[config]
     assert ended.code == 0, ended.stderr
     assert not ended.disagreements()
     assert ended.received("expert all-to-all")
+
+
+def test_padding_is_gathered_as_well(runs):
+    one = 3 * EXPERT_HIDDEN * HIDDEN * 2
+    # Of eight, each rank has two: it receives six, of which two are padding, in two layers.
+    assert runs["padded"].received("all-gather, forward", "experts") == 2 * 6 * one
+
+
+def test_the_sums_of_the_table_have_no_boundary_activations(jupiter):
+    forward = jupiter.found["peaks"]["forward"]
+    assert forward["boundary activations"] == pytest.approx(2 * 65_536 * HIDDEN * 2, rel=0.01)
+    assert "activation_offload keeps all but three of them on the host" in jupiter.stdout
+    assert sum(forward.values()) - forward["boundary activations"] < 48 * GIB
 
 
 def test_placements_alone(runs):
@@ -138,7 +153,7 @@ def test_what_a_contribution_mends_is_broken_without_it(runs):
     ids=lambda arguments: f"{arguments[0]}-{arguments[2]}",
 )
 def test_whole_models_within_the_limits(arguments, tmp_path):
-    """The published sizes: placements in 30 s and 2 GiB, all in 5 minutes and 12 GiB.
+    """The published sizes: placements in 30 s and 2 GiB, all in a minute and 4 GiB.
 
     Seconds are of processor time, as others may have the cores.
     """
@@ -150,5 +165,5 @@ def test_whole_models_within_the_limits(arguments, tmp_path):
     cost = ended.found["cost"]
     assert cost["placements"]["processor_seconds"] < 30
     assert cost["placements"]["peak_host_bytes"] < 2 * GIB
-    assert cost["whole"]["processor_seconds"] < 300
-    assert cost["whole"]["peak_host_bytes"] < 12 * GIB
+    assert cost["whole"]["processor_seconds"] < 60
+    assert cost["whole"]["peak_host_bytes"] < 4 * GIB

@@ -2,6 +2,7 @@
 
 import pytest
 
+from integration.dryrun.compare import Pair
 from integration.dryrun.result import complaint
 from integration.tests.dryrun.runs import dryrun
 
@@ -24,10 +25,6 @@ from integration.tests.dryrun.runs import dryrun
         ),
         (("slice", "--without", "shared_rop_cache"), "did you mean shared_rope_cache?"),
         (("slice", "--without", "cpu_device"), "keep cpu_device"),
-        (
-            ("slice", "--without", "unshard_async_op"),
-            "require; name these as well: unshard_async_h2d, fsdp_unshard_async_op",
-        ),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments, words, tmp_path):
@@ -56,4 +53,26 @@ def test_a_step_that_stopped_is_said_and_fails():
     assert error is not None
     assert error.exit_code == 1
     assert str(error).startswith("the fake step ended with code 1: why; ")
-    assert complaint({"refused": "", "checks": checks}) is None
+    assert complaint({"refused": "", "checks": checks, "disagreements": []}) is None
+
+
+def test_a_plan_that_is_off_has_an_exit_code_of_its_own():
+    off = ["reduce-scatter: 100 planned, 106 found"]
+    error = complaint({"refused": "", "checks": [], "disagreements": off})
+    assert error is not None
+    assert error.exit_code == 3
+    assert str(error).startswith("the plan is more than 5% off: reduce-scatter: 100 planned, ")
+
+
+@pytest.mark.parametrize(
+    ("plan", "found", "agrees"),
+    [
+        *((100 + off, 100, abs(off) <= 5) for off in (-6, -5, 0, 5, 6)),
+        (None, 1, True),
+        (0, 0, True),
+        (1, 0, False),
+        (0, 1, False),
+    ],
+)
+def test_plan_and_dry_run_agree_within_five_per_cent(plan, found, agrees):
+    assert Pair("bytes", plan, found).agrees is agrees

@@ -40,7 +40,7 @@ class Bench:
         rows = "\n".join(ROW.format(name, digest[:DIGITS]) for name, digest in now.items())
         # Outside of the proof the same line is no row of it.
         text = f"{rows}\n{readme.PROOF_BEGIN}\n{rows}\n{readme.PROOF_END}\n"
-        (self.root / "README.md").write_text(text)
+        (self.root / "CONTRIBUTING.md").write_text(text)
         assert house.check() == []
         checkout.import_set(work)
 
@@ -93,14 +93,14 @@ def test_words_change_and_the_evidence_follows(bench: Bench) -> None:
     assert [*bench.get(LADDER).items()] == [*ladder.items()]
     assert [bench.get(file)["patches"] for file in TRACES] == [{"one": new}, both]
     assert {bench.get(file)["measured_patches"]["one"] for file in TRACES} == {old}
-    outside, _, proof = (bench.root / "README.md").read_text().partition(readme.PROOF_BEGIN)
+    outside, _, proof = (bench.root / "CONTRIBUTING.md").read_text().partition(readme.PROOF_BEGIN)
     rows = [ROW.format("two", two[:8]), ROW.format("one", new[:8])]
     assert proof.split("\n")[1:3] == rows
-    assert outside.encode() in before["README.md"]
+    assert outside.encode() in before["CONTRIBUTING.md"]
     assert bench.house.check() == []
     after = tree(bench.root)
     changed = {file for file in after if before.get(file) != after[file]}
-    assert changed == {*FILES, "README.md", "patches/pytorch/one.patch"}
+    assert changed == {*FILES, "CONTRIBUTING.md", "patches/pytorch/one.patch"}
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_trailer_that_says_what_was_run_is_no_word(bench: Bench, old: str, new
     )
     after = tree(bench.root)
     assert [after[file] for file in FILES] == [before[file] for file in FILES]
-    assert bench.stale() == {*FILES, "README.md"}
+    assert bench.stale() == {*FILES, "CONTRIBUTING.md"}
 
 
 def test_a_byte_of_the_diff_is_no_word(bench: Bench) -> None:
@@ -146,7 +146,7 @@ def test_a_byte_of_the_diff_is_no_word(bench: Bench) -> None:
     assert said.startswith("one: more than words changed (diff); measure again: 4 files of")
     after = tree(bench.root)
     assert [after[file] for file in FILES] == [before[file] for file in FILES]
-    assert bench.stale() == {*FILES, "README.md"}
+    assert bench.stale() == {*FILES, "CONTRIBUTING.md"}
 
 
 def test_what_was_stale_stays_stale(bench: Bench) -> None:
@@ -155,13 +155,13 @@ def test_what_was_stale_stays_stale(bench: Bench) -> None:
     bench.put(LADDER, {"patches": {"two": bench.sha("two"), "one": other}})
     bench.put(TRACES[0], {"patches": {"one": other}})
     (bench.root / TRACES[1]).write_bytes(gzip.compress(b"")[:10] + b"\xff" * 20)
-    text = (bench.root / "README.md").read_text()
-    (bench.root / "README.md").write_text(text.replace(bench.first[:8], other[:8]))
+    text = (bench.root / "CONTRIBUTING.md").read_text()
+    (bench.root / "CONTRIBUTING.md").write_text(text.replace(bench.first[:8], other[:8]))
     before = tree(bench.root)
     assert bench.amend(*WORDS)[-1] == "pytorch/one: changed"
     after = tree(bench.root)
     assert {f for f in after if before[f] != after[f]} == {"patches/pytorch/one.patch"}
-    assert bench.stale() == {*FILES, "README.md"}
+    assert bench.stale() == {*FILES, "CONTRIBUTING.md"}
 
 
 def test_a_ladder_that_another_patch_made_stale_is_not_made_fresh(bench: Bench) -> None:
@@ -224,10 +224,10 @@ def test_two_patches_reworded_at_once(bench: Bench, monkeypatch: pytest.MonkeyPa
 
 
 def test_where_nothing_was_measured_nothing_is_said(bench: Bench) -> None:
-    for file in (*FILES, "README.md"):
+    for file in (*FILES, "CONTRIBUTING.md"):
         (bench.root / file).unlink()
     assert bench.amend(*WORDS)[-1] == "pytorch/one: changed"
-    (bench.root / "README.md").write_text(
+    (bench.root / "CONTRIBUTING.md").write_text(
         f"{readme.PROOF_BEGIN}\n{ROW.format('one', bench.sha('one')[:8])}\n{readme.PROOF_END}"
     )
     said = bench.amend(WORDS[1], "so it was")[-1]

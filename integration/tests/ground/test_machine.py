@@ -1,32 +1,10 @@
-import socket
+import subprocess
+from pathlib import Path
 
 import pytest
 
 from integration.ground import machine
 from integration.ground.errors import UserError
-
-
-def test_a_taken_port_is_named():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=rf"port {port} of 127.0.0.1 cannot be used .* --port"):
-            machine.free_port(port)
-
-
-def test_no_free_port_is_said(monkeypatch):
-    def full(self, address):
-        raise OSError(98, "Address already in use")
-
-    monkeypatch.setattr(socket.socket, "bind", full)
-    with pytest.raises(UserError, match=r"no free port on 127\.0\.0\.1 .* --port"):
-        machine.free_port(None)
-
-
-def test_a_port_beyond_the_range_is_refused():
-    with pytest.raises(UserError, match="port 70000"):
-        machine.free_port(70000)
 
 
 def test_a_machine_without_a_compiler_is_told_what_to_install(monkeypatch, tmp_path):
@@ -37,3 +15,33 @@ def test_a_machine_without_a_compiler_is_told_what_to_install(monkeypatch, tmp_p
     compiler = tmp_path / "cc"
     compiler.touch(mode=0o755)
     machine.require_compiler()
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        OSError("no /proc"),
+        "",
+        "Name:\tpython\n",
+        "VmHWM:\tmuch kB\n",
+        ValueError("not text"),
+    ],
+)
+def test_a_peak_that_the_kernel_does_not_tell_ends_no_run(monkeypatch, status):
+    def read(path):
+        if isinstance(status, Exception):
+            raise status
+        return status
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert machine.peak_resident_set() > 2**20
+
+
+@pytest.mark.parametrize(
+    ("answer", "gpus"), [("2\n", 2), ("hello from sitecustomize\n2\n", 2), ("", 0), ("no\n", 0)]
+)
+def test_gpus_are_counted_whatever_else_is_printed(monkeypatch, answer, gpus):
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    done = subprocess.CompletedProcess([], 0, answer, "")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: done)
+    assert machine.gpu_count() == gpus

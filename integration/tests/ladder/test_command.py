@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from integration.cli import ladder as cli
 from integration.cli.main import main
 from integration.ground.paths import REPO
+from integration.jobs import catalog
 from integration.ladder import run
 from integration.tests.ladder.made import measured
 
@@ -25,9 +25,9 @@ def _run(*arguments: str, **env: str) -> subprocess.CompletedProcess:
     ["--resume x/ladder.json --retry", "--stop-after 1.1", "--resume=x", "--stop-after=2 --retry"],
 )
 def test_the_kept_command_makes_the_whole_ladder(half):
-    arguments = f"ladder slice --steps 4 {half} --traces -- --debug.no-deterministic".split()
+    command = f"integration ladder slice --steps 4 {half} --traces -- --debug.no-deterministic"
     whole = "integration ladder slice --steps 4 --traces -- --debug.no-deterministic"
-    assert cli._repeatable(arguments) == whole
+    assert run.Request(command=command).whole_command == whole
 
 
 @pytest.mark.parametrize(
@@ -36,13 +36,16 @@ def test_the_kept_command_makes_the_whole_ladder(half):
         (("mimi",), "did you mean mini?"),
         (("mini", "--layers", "2"), "cut the config slice, and mini was asked for"),
         (("mini", "--names", "shared_rop_cache"), "did you mean shared_rope_cache?"),
-        (("mini", "--names", "a,"), "with commas between"),
+        (("mini", "--names", "cpu_device,"), "unknown contribution ''"),
         (("mini", "--resume", "/nowhere"), "/nowhere cannot be read"),
         (("mini", "--", "--training.steps=5"), "decided by --steps"),
         (("mini", "--", "--checkpoint.no-enable"), "saves no weights"),
         (("leonardo_mini",), "has 2 of them"),
         (("mini", "--only", "remove"), "--only"),
         (("mini", "--label", "a/b"), "hyphens"),
+        (("mini", "--retry"), "expected --resume FILE with --retry"),
+        (("mini", "--timeout", "nan"), "--timeout must be at least 1, got nan"),
+        (("mini", "--stop-after", "-1"), "--stop-after must be at least 0, got -1"),
     ],
 )
 def test_a_mistake_is_answered_in_words_and_with_an_exit_code(arguments, hint):
@@ -50,6 +53,13 @@ def test_a_mistake_is_answered_in_words_and_with_an_exit_code(arguments, hint):
     assert answer.returncode != 0
     assert hint in answer.stderr
     assert "Traceback" not in answer.stderr
+
+
+def test_the_length_of_a_sequence_is_titans_option():
+    mini = catalog.find("mini")
+    options = ("--training.seq_len=64", "--training.seq-len", "128", "--a.b", "7")
+    assert run._with_seq_len(mini, options).seq_len == 128
+    assert run._with_seq_len(mini, ("--training.steps", "9")) is mini
 
 
 @pytest.mark.parametrize("after", [0, 1])

@@ -125,8 +125,13 @@ def test_an_unknown_name_is_answered_with_the_nearest():
 
 @pytest.mark.parametrize("value", ["a,", ",", "a,,b"])
 def test_names_between_commas_must_be_there(value):
-    with pytest.raises(UserError, match="with commas between"):
-        rungs.require_names([value])
+    with pytest.raises(UserError, match="unknown contribution"):
+        rungs.climb(CHAIN, CPU, names=[value])
+
+
+def test_names_are_repeated_or_stand_between_commas():
+    together = rungs.climb(CHAIN, CPU, names=["a, c", "cpu_device"])
+    assert together == rungs.climb(CHAIN, CPU, names=["a", "c", "cpu_device"])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The verbs, as a user types them: what is printed, and the exit code."""
 
+import json
 import subprocess
 import sys
 import time
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from integration.patchset import overlay, repository
 from integration.tests.patchset.conftest import House, line, user_git
 
 
@@ -22,7 +24,6 @@ def test_every_verb_works_on_an_empty_repository(house: House, run, tmp_path: Pa
     for arguments in (
         ["patches", "list"],
         ["patches", "check"],
-        ["patches", "overlay"],
         ["patches", "readme"],
         ["patches", "apply", "--to", str(checkout)],
         ["patches", "apply", "--to", str(checkout), "--reverse"],
@@ -60,21 +61,50 @@ def test_check_exit_codes(one: House, run) -> None:
     assert "1 problem found" in ran.out
 
 
+@pytest.mark.parametrize("verb", ["list", "check"])
+def test_json(one: House, run, tmp_path: Path, verb: str) -> None:
+    if verb == "check":
+        one.series().write_text("one\n")
+    alone = run("patches", verb, "--json")
+    found = json.loads(alone.out)
+    expected = {"list": ("name", ["one", "two"]), "check": ("verdict", ["unlisted"])}
+    key, values = expected[verb]
+    assert [row[key] for row in found] == values
+    assert alone.code == (verb == "check")
+    file = tmp_path / "a.json"
+    both = run("patches", verb, "--json", str(file))
+    assert both.out == run("patches", verb).out + f"json: {file}\n" or verb == "check"
+    assert json.loads(file.read_text()) == found
+
+
+@pytest.mark.parametrize("verb", ["list", "check"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    one: House, run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verb: str
+) -> None:
+    monkeypatch.setattr(repository, "scan", None)  # the work
+    for target in (tmp_path, tmp_path / "missing/a.json"):
+        ran = run("patches", verb, "--json", str(target))
+        assert (ran.code, ran.out) == (2, "")
+        assert ran.err.startswith(
+            f"error: expected a file that can be written for --json, got {target}"
+        )
+
+
 def test_env_and_overlay(one: House, run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/my folder")
-    path = run("patches", "overlay", "two").out.strip()
-    assert Path(path, "overlay.json").is_file()
+    path = overlay.build(["two"]).path
+    assert path is not None
+    assert (path / "overlay.json").is_file()
     assert run("env", "two").out == f"export PYTHONPATH='{path}:/my folder'\n"
 
 
 def test_errors_are_one_line(one: House, run) -> None:
-    for arguments in (["patches", "overlay", "tow"], ["env", "tow"]):
-        ran = run(*arguments)
-        assert (ran.code, ran.out) == (2, "")
-        assert ran.err == (
-            "error: unknown contribution tow; did you mean two? (`integration patches list` shows "
-            "all)\n"
-        )
+    ran = run("env", "tow")
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err == (
+        "error: unknown contribution tow; did you mean two? (`integration patches list` shows "
+        "all)\n"
+    )
 
 
 def test_apply_and_reverse(one: House, run, tmp_path: Path) -> None:

@@ -153,6 +153,46 @@ version: run `python -m pip install fakebase==1.0`""",
     )
 
 
+def test_a_package_first_on_pythonpath_is_named_so(house: House, monkeypatch) -> None:
+    """Not with the advice to install what is installed, behind it."""
+    house.add("one", {"fakebase/core.py": line(3, "one")})
+    house.install("fakebase", "2.0")
+    monkeypatch.setenv("PYTHONPATH", f"/elsewhere{os.pathsep}{house.site}")
+    with pytest.raises(UserError) as refused:
+        overlay.build()
+    assert str(refused.value) == (
+        f"expected fakebase 1.0 (patches/pins.toml), found 2.0 in {house.site}, first by "
+        "PYTHONPATH; its patches do not fit that version: take that off PYTHONPATH"
+    )
+
+
+def test_a_cache_that_pythonpath_cannot_hold_is_refused(house: House, monkeypatch) -> None:
+    """Python splits its path at the colon, and would import the pins unpatched."""
+    house.add("one", {"fakebase/core.py": line(3, "one")})
+    cache = paths.cache_dir().with_name("cache:12")
+    monkeypatch.setenv("INTEGRATION_CACHE", str(cache))
+    with pytest.raises(
+        UserError, match=r"cache:12/overlays/\w+ \(INTEGRATION_CACHE\): it has a ':'"
+    ):
+        overlay.build()
+    assert not cache.exists()
+    overlay.build([])  # needs no folder
+
+
+def test_a_process_tells_modules_that_are_not_the_overlays(house: House) -> None:
+    house.add("one", {"fakebase/deep/inner/leaf.py": "LEAF = 'one'\n"})
+    built = overlay.build()
+    check = (
+        "__import__('fakebase.deep.inner.leaf') and __import__('integration.patchset.overlay', "
+        f"fromlist=['x']).refuse_other_modules(__import__('pathlib').Path({str(built.path)!r}))"
+    )
+    assert imported(house, built, check) == "None"
+    with pytest.raises(
+        AssertionError, match=r"expected fakebase\.deep\.inner\.leaf from the overlay"
+    ):
+        imported(house, overlay.Overlay(None, (), ""), check)
+
+
 def test_missing_package_is_refused(house: House) -> None:
     (house.site / "fakeapp-1.0.dist-info/METADATA").unlink()
     (house.site / "fakeapp-1.0.dist-info").rmdir()

@@ -10,6 +10,7 @@ from integration.jobs.spec import JobSpec, Layout
 
 JUPITER, LEONARDO, H200 = load("jupiter"), load("leonardo"), load("h200")
 
+
 degrees = st.sampled_from([1, 2, 4])
 
 

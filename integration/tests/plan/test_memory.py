@@ -80,18 +80,12 @@ def test_offload_leaves_three_boundaries():
     assert on.host["boundary activations, pinned"] == 73 * one  # 768 MiB: not rounded by the pool
 
 
-@pytest.mark.parametrize(
-    ("size", "pinned", "pooled"),
-    [
-        (1792 * 6144 * 4, 64 << 20, 44 << 20),  # an expert matrix of 42 MiB
-        ((16 << 20) + 1, 32 << 20, 18 << 20),
-        (65_536 * 6144 * 2, 1 << 30, 65_536 * 6144 * 2),
-        (4096, 4096, 4096),
-    ],
-)
-def test_pinned_memory_is_rounded_up(size, pinned, pooled):
-    assert memory.pinned([(1, size)]) == pinned
-    assert memory.pool_bytes(size) == pooled
+def test_what_the_pool_has_no_room_for_stays_on_the_gpu():
+    longer = replace(JUPITER_1T, sequences=2)  # 73 inputs of 1.5 GiB, of which 64 GiB hold 42
+    memory_of = memory.of_rank(longer, JUPITER, ON, 0)
+    one = boundary_bytes(longer)
+    assert memory_of.host["boundary activations, pinned"] == 42 * one
+    assert memory_of.hbm["boundary activations"] == (74 - 42 + 2) * one
 
 
 def test_the_1t_job_fits_only_with_activation_offload():

@@ -41,7 +41,7 @@ def test_expert_weights_on_the_network():
     experts = published.expert_traffic(PLAN)
     assert experts.seconds == pytest.approx(74.3, abs=0.1)
     assert experts.seconds_if_reduced_in_bf16 == pytest.approx(55.7, abs=0.1)
-    faster = replace(JUPITER, network=replace(JUPITER.network, gb_s=50.0))
+    faster = JUPITER.with_hardware(network=replace(JUPITER.network, gb_s=50.0))
     assert published.expert_traffic(make(JUPITER_1T, faster)).seconds == pytest.approx(
         37.2, abs=0.1
     )

@@ -31,18 +31,21 @@ Muon's buffers                │   4.35 │           4.35 │
 RoPE caches                   │   0.06 │           0.06 │
 NCCL                          │   1.25 │           1.25 │
 CUDA context                  │   0.60 │           0.60 │
-gathered weights and prefetch │  12.44 │          12.44 │
-gradients being reduced       │  12.32 │          12.32 │
+gathered weights and prefetch │  12.45 │          12.45 │
+gradients being reduced       │  12.33 │          12.33 │
 recomputation                 │   7.81 │           7.81 │
 MoE buffers                   │  37.00 │          37.00 │
-GPU, at recomputation         │  78.08 │          78.08 │  95.0
+GPU, at recomputation         │  78.10 │          78.10 │  95.0
 ──────────────────────────────┼────────┼────────────────┼──────
 process                       │   4.00 │           4.00 │
+data loader                   │   0.25 │           0.25 │
 parameters, pinned            │  14.04 │          14.04 │
 gradients, pinned             │  14.04 │          14.04 │
-optimizer state               │   9.27 │           9.27 │
+optimizer state               │   0.06 │           0.06 │
+Muon's momentum, pinned       │   9.50 │           9.50 │
+Muon's staging, pinned        │   1.50 │           1.50 │
 boundary activations, pinned  │  54.75 │          54.75 │
-host                          │  96.11 │          96.11 │ 108.0
+host                          │  98.15 │          98.15 │ 108.0
 """,
         )
 
@@ -52,17 +55,17 @@ host                          │  96.11 │          96.11 │ 108.0
             """\
 GB a step and GPU    ┃ InfiniBand NDR200 ┃ NVLink 4 ┃ C2C in ┃ C2C out
 ━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━╇━━━━━━━━
-all-gather, forward  │            470.94 │    19.82 │        │
-reduce-scatter       │            941.88 │    39.64 │        │
-all-gather, backward │            470.16 │    17.46 │        │
+all-gather, forward  │            471.03 │    20.09 │        │
+reduce-scatter       │            942.06 │    40.17 │        │
+all-gather, backward │            470.25 │    17.73 │        │
 expert all-to-all    │                   │ 2,145.34 │        │
-Muon                 │              0.21 │     0.00 │        │
+Muon                 │              0.20 │     0.00 │        │
 parameter copies     │                   │          │  19.82 │
 gradient copies      │                   │          │        │    9.92
 optimizer            │                   │          │  29.65 │   19.76
 activation offload   │                   │          │  58.79 │   58.79
 ─────────────────────┼───────────────────┼──────────┼────────┼────────
-all                  │          1,883.20 │ 2,222.27 │ 108.25 │   88.47
+all                  │          1,883.54 │ 2,223.32 │ 108.25 │   88.47
 """,
         )
 
@@ -74,13 +77,13 @@ all                  │          1,883.20 │ 2,222.27 │ 108.25 │   88.47
 without it                     ┃ GPU GiB ┃ host GiB ┃ network GB ┃ seconds a step
 ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━━━╇━━━━━━━━━━━━━━━
 shared_rope_cache              │   +4.56 │          │            │
-fsdp_unshard_async_op          │  +12.32 │          │            │
+fsdp_unshard_async_op          │  +12.33 │          │            │
 embedding_skip_backward_gather │         │          │      +0.78 │
 activation_offload             │  +53.25 │   -54.75 │            │          -0.01
 moe_combine_memory             │  +24.00 │          │            │
 cpu_grad_norm                  │         │          │            │          +0.97
-flex_shard_muon                │   -4.35 │    +9.20 │      -0.21 │          +0.02
-muon_gpu_newton_schulz         │   -4.35 │          │            │         +46.07
+flex_shard_muon                │   -4.35 │    +7.41 │      -0.20 │          +0.02
+muon_gpu_newton_schulz         │   -4.35 │    -1.80 │            │         +46.07
 flex_shard_newton_schulz       │         │          │            │          +0.03
 """,
         )

@@ -50,7 +50,7 @@ def test_the_quickest_split_depends_on_link_and_host():
     offloaded = replace(SLICE, shape=SLICE.shape.cut(layers=2, experts=8))
 
     def name(**host):
-        cluster = replace(H200, host=replace(H200.host, **host))
+        cluster = H200.with_hardware(host=replace(H200.host, **host))
         chosen = muon.split(offloaded, cluster, ON)
         return chosen and chosen.name
 
@@ -72,7 +72,7 @@ def test_a_step_is_never_faster_than_any_resource(job):
 
 @given(jobs())
 def test_a_faster_network_never_slows(job):
-    faster = replace(JUPITER, network=replace(JUPITER.network, gb_s=2 * JUPITER.network.gb_s))
+    faster = JUPITER.with_hardware(network=replace(JUPITER.network, gb_s=2 * JUPITER.network.gb_s))
     assert make(job, faster).time.seconds <= make(job, JUPITER).time.seconds * 1.000001
 
 

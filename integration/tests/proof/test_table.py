@@ -75,7 +75,7 @@ def test_each_failure_is_in_its_cell(
 def test_written_into_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paths, "REPO", tmp_path)
     monkeypatch.setattr(table.evidence, "machine", lambda: {"cores": 2})
-    readme = tmp_path / "README.md"
+    readme = tmp_path / "CONTRIBUTING.md"
     readme.write_text("before\n")
     rows = [table.Row("one", "ab" * 32, ("3", "2", "-", "1", "3", "equal", "1"))]
     with pytest.raises(UserError, match="expected the lines <!-- proof:begin -->"):
@@ -101,7 +101,7 @@ after""",
 def test_stale_once_a_patch_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The placeholder is no proof and not stale; a written one is of the patches as they were."""
     monkeypatch.setattr(paths, "REPO", tmp_path)
-    readme = tmp_path / "README.md"
+    readme = tmp_path / "CONTRIBUTING.md"
     readme.write_text("<!-- proof:begin -->\nNot recorded yet.\n<!-- proof:end -->\n")
     one, two = (contribution(name, "", tmp_path) for name in ("one", "two"))
     assert list(stale(tmp_path, [one, two])) == []
@@ -112,7 +112,7 @@ def test_stale_once_a_patch_is_another(tmp_path: Path, monkeypatch: pytest.Monke
     (found,) = stale(tmp_path, [one, changed])
     assert str(found) == (
         f"(full set): stale proof\n"
-        f"  at        README.md\n"
+        f"  at        CONTRIBUTING.md\n"
         f"  expected  two {changed.sha256[:8]}\n"
         f"  found     two {two.sha256[:8]}\n"
         f"  next      integration test --prove --full --record"

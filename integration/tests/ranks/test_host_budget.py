@@ -1,16 +1,8 @@
-"""What a job takes, whether it fits, and who has less: numbers alone, no process and no torch."""
-
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+"""Whether a job fits, and who has less: numbers alone, no process and no torch."""
 
 from integration.ranks.host_budget import (
-    Item,
     Need,
-    Offload,
     Report,
-    Rounding,
-    Shard,
     free_a_rank,
     low_nodes,
     refusal,
@@ -18,87 +10,6 @@ from integration.ranks.host_budget import (
 from integration.ranks.host_memory import Bound, HostMemory
 
 GIB = 2**30
-MIB = 2**20
-
-
-@settings(deadline=None)
-@given(st.integers(1, 2**50))
-def test_a_pinned_block_is_the_least_power_of_two_that_holds_it(size):
-    block = Rounding().block(size)
-    assert block.bit_count() == 1
-    assert size <= block < 2 * size
-
-
-@settings(deadline=None)
-@given(st.integers(0, 2**50), st.integers(1, 2**50))
-def test_blocks_above_the_threshold_keep_their_size(size, threshold):
-    block = Rounding(threshold).block(size)
-    assert block == (size if size > threshold else Rounding().block(size))
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 2**40)))
-def test_rounding_is_by_block_and_only_of_pinned_ones(sizes):
-    blocks = tuple(sizes)
-    assert Item("a", blocks, pinned=False).held(Rounding()) == sum(sizes)
-    pinned = Item("a", blocks, pinned=True).held(Rounding())
-    assert pinned == sum(Rounding().block(size) for size in sizes)
-    assert sum(sizes) <= pinned <= 2 * sum(sizes)
-
-
-@pytest.mark.parametrize(
-    ("size_gib", "pinned_gib"),
-    # Reported upstream: 2.0832 GiB held 4 (pytorch#171662), and 5 blocks of 1.2 GiB held 10.
-    [(2.0832, 4), (1.2, 2), (2, 2)],
-)
-def test_published_blocks(size_gib, pinned_gib):
-    assert Rounding().block(int(size_gib * GIB)) == pinned_gib * GIB
-
-
-@pytest.mark.parametrize(
-    ("environment", "threshold"),
-    [
-        ({}, None),
-        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, None),
-        ({"PYTORCH_ALLOC_CONF": "a:1,pinned_max_round_threshold_mb:512"}, 512 * MIB),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "pinned_max_cached_size_mb:64"}, 64 * MIB),
-        (
-            {
-                "PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:512,"
-                "pinned_max_cached_size_mb:64"
-            },
-            64 * MIB,
-        ),
-    ],
-)
-def test_the_allocators_settings_are_read(environment, threshold):
-    assert Rounding.of(environment).threshold == threshold
-
-
-MUON, ADAM = Shard(3 * MIB, states=1), Shard(5 * MIB, states=2)
-
-
-def test_offloaded_parameters_and_gradients_are_pinned_and_the_state_is_not():
-    items = Offload(model=True, pinned=True).items([MUON, ADAM])
-    assert items == (
-        Item("parameters", (3 * MIB, 5 * MIB), True),
-        Item("gradients", (3 * MIB, 5 * MIB), True),
-        Item("optimizer state", (3 * MIB, 5 * MIB, 5 * MIB), False),
-    )
-    need = Need.of(items, Rounding())
-    assert need.pinned == 2 * (4 + 8) * MIB
-    assert need.bytes == need.pinned + 13 * MIB
-
-
-def test_a_pool_and_a_checkpoint_copy_count_without_cpu_offload():
-    items = Offload(model=False, staging=True, pinned_staging=True, pool=(3 * MIB, 3 * MIB)).items(
-        [MUON]
-    )
-    assert items == (
-        Item("activation pool", (3 * MIB, 3 * MIB), True),
-        Item("checkpoint staging", (3 * MIB, 3 * MIB), True),
-    )
-    assert Offload(model=False).items([MUON]) == ()
 
 
 def report(rank: int, node: str, free: float, need: float = 0, *bounds: Bound) -> Report:

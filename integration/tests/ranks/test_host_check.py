@@ -3,13 +3,14 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch
 from torch import nn
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
+from integration.plan.host import OnHost, Shard
 from integration.ranks import host_check
-from integration.ranks.host_budget import Offload, Shard
 
 
 def _config(**changes) -> Trainer.Config:
@@ -59,43 +60,51 @@ def _model() -> nn.Module:
 
 def test_shards_know_their_optimizer():
     assert host_check.shards([_model()], _config())[:4] == [
-        Shard(64 * 8 * 4, states=1),  # Muon: momentum
-        Shard(8 * 4, states=2),
-        Shard(64 * 8 * 4, states=2),
-        Shard(8 * 4, states=2),
+        Shard(64 * 8 * 4, states=1, muon=True, whole=True, rows=8, columns=64),
+        Shard(8 * 4, states=2, whole=True, rows=1, columns=8),
+        Shard(64 * 8 * 4, states=2, whole=True, rows=8, columns=64),
+        Shard(8 * 4, states=2, whole=True, rows=1, columns=8),
     ]
 
 
-def test_on_a_cpu_the_model_is_on_the_host_and_not_pinned(monkeypatch):
-    monkeypatch.setattr(host_check, "device_type", "cpu")
-    assert host_check.offload([_model()], _config(cpu_offload=True)) == Offload(model=True)
+def _on_host(*, gpu: bool, stage: int = 0, parts: int = 1, **changes) -> OnHost:
+    return host_check.on_host([_model()] * parts, _config(**changes), gpu=gpu, stage=stage)
 
 
-def test_on_a_gpu_only_what_is_offloaded_is_on_the_host(monkeypatch):
-    monkeypatch.setattr(host_check, "device_type", "cuda")
-    parts = [_model()]
-    assert host_check.offload(parts, _config()) == Offload(model=False)
-    offloaded = _config(cpu_offload=True, async_mode="async_with_pinned_mem")
-    assert host_check.offload(parts, offloaded) == Offload(
-        model=True, pinned=True, staging=True, pinned_staging=True
-    )
+def test_on_a_cpu_the_model_is_on_the_host_and_not_pinned():
+    policy = SimpleNamespace(fraction=1.0, max_host_gib=None)
+    kept = _on_host(gpu=False, cpu_offload=True, policy=policy)
+    assert kept == OnHost(model=True, boundary=BLOCK)
 
 
-def test_an_activation_pool_holds_the_input_of_each_layer():
-    block = 2 * 32 * 64 * 2  # sequences, tokens, hidden, bf16
-    parts = [_model()]
+def test_on_a_gpu_only_what_is_offloaded_is_on_the_host():
+    assert _on_host(gpu=True) == OnHost(boundary=BLOCK)
+    kept = _on_host(gpu=True, cpu_offload=True, async_mode="async_with_pinned_mem")
+    assert kept.model and kept.pinned and kept.staging and kept.pinned_staging
 
-    def pool(policy: SimpleNamespace, **changes) -> tuple[int, ...]:
-        return host_check.activation_pool(parts, _config(policy=policy, **changes))
+
+BLOCK = 2 * 32 * 64 * 2  # sequences, tokens, hidden, bf16
+
+
+def test_an_activation_pool_holds_the_input_of_each_layer_but_the_last():
+    def pool(policy: SimpleNamespace, **changes) -> tuple[int, int]:
+        kept = _on_host(gpu=True, policy=policy, **changes)
+        return kept.boundaries, kept.boundary
 
     every = SimpleNamespace(fraction=1.0, max_host_gib=None)
-    assert pool(every) == (block,) * 4
-    assert pool(SimpleNamespace(fraction=0.5, max_host_gib=None)) == (block,) * 2
-    assert pool(SimpleNamespace(fraction=1.0, max_host_gib=3 * block / 2**30)) == (block,) * 3
-    assert pool(every, tensor=2, context=2) == (block // 4,) * 4
-    # One sequence a microbatch, and as many microbatches in flight as stages.
-    assert pool(every, pipeline=2) == (block // 2,) * 8
-    assert pool(SimpleNamespace()) == ()  # TorchTitan's own policies
+    assert pool(every) == (3, BLOCK)
+    assert pool(SimpleNamespace(fraction=0.34, max_host_gib=None)) == (1, BLOCK)
+    assert pool(SimpleNamespace(fraction=1.0, max_host_gib=2 * BLOCK / 2**30)) == (2, BLOCK)
+    assert pool(every, tensor=2, context=2) == (3, BLOCK // 4)
+    # One sequence a microbatch, two of them, and as many in flight as stages are to come.
+    assert pool(every, pipeline=2) == (2 * 3, BLOCK // 2)
+    assert pool(every, pipeline=2, stage=1, parts=2) == (2 * 3, BLOCK // 2)
+    assert pool(SimpleNamespace()) == (0, BLOCK)  # TorchTitan's own policies
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, 0), (7, 0), (8, 1), (15, 1)])
+def test_stages_are_the_outermost_axis(rank, expected):
+    assert host_check.stage(_config(pipeline=2), rank, 16) == expected
 
 
 def test_the_check_sees_the_parallelised_model_before_it_has_memory():

@@ -23,7 +23,7 @@ def test_read_only_target(
 
     def refused(*arguments: str) -> str:
         with pytest.raises(SystemExit) as stop:
-            main(["patches", *arguments])
+            main(arguments)
         assert stop.value.code == 2
         return capsys.readouterr().err.replace(str(tmp_path), "TMP")
 
@@ -35,10 +35,10 @@ def test_read_only_target(
             raise PermissionError(13, "Permission denied")
 
         monkeypatch.setattr(atomic.tempfile, "mkstemp", read_only)
-    assert "Permission denied" in refused("apply", "--to", str(clone))
+    assert "Permission denied" in refused("patches", "apply", "--to", str(clone))
     assert tree(clone) == before
     monkeypatch.setenv("INTEGRATION_CACHE", "/proc/integration")
-    told = refused("overlay")
+    told = refused("env")
     assert told.startswith("error: expected to write the overlay below /proc/integration/overlays")
     assert told.endswith("or name another with INTEGRATION_CACHE\n")
     assert_expected_inline(

@@ -16,8 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from integration.ground.machine import free_port
-
 DAEMONS = ("munged", "slurmctld", "slurmd")
 CLIENTS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
 # Daemons are in folders that only root has on its PATH.
@@ -56,16 +54,23 @@ PartitionName=gate Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 # As job scripts see it: gate1 and gate2 are no host names.
 CLUSTER = """\
 name = "gate"
+gpus_a_node = 0
+
+[slurm]
 partition = "gate"
 account = "nobody"
-gpu = ""
-gpus = 0
 cores = 1
 time_limit = "1:00:00"
 interface = "lo"
 address = "127.0.0.1"
 save_seconds = 120
 """
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @dataclass
@@ -186,7 +191,7 @@ def _configure(folder: Path) -> None:
     key.chmod(0o400)
     ports: list[int] = []
     while len(ports) < 3:
-        port = free_port(None)
+        port = _free_port()
         if port not in ports:
             ports.append(port)
     conf = CONF.format(

@@ -14,8 +14,8 @@ import expecttest
 import pytest
 
 from integration.ground.errors import UserError
-from integration.slurm import cluster
-from integration.slurm.cluster import Variable
+from integration.jobs import cluster
+from integration.jobs.cluster import Variable
 from integration.slurm.script import Script
 
 HOSTILE = [
@@ -44,7 +44,7 @@ def script(name: str = "jupiter", **changes) -> Script:
         "ranks": 4,
         "spares": 0,
         "account": "training2640",
-        "time": known.time_limit,
+        "time": known.slurm.time_limit,
         "max_restarts": 3,
         "trainer": ("-m", "torchtitan.train", "--config=mini"),
         "environment": (Variable("PYTHONPATH", "/cache/overlay:/project", "the patches first"),),
@@ -52,6 +52,12 @@ def script(name: str = "jupiter", **changes) -> Script:
         "max_p2p_channels": None,
     }
     return Script(**{**values, **changes})
+
+
+def without_gpus(**changes) -> cluster.Cluster:
+    leonardo = cluster.load("leonardo")
+    scheduler = replace(leonardo.slurm, **changes)
+    return replace(leonardo, gpus_a_node=0, hardware=None, scheduler=scheduler)
 
 
 class TestText(expecttest.TestCase):
@@ -81,6 +87,14 @@ class TestText(expecttest.TestCase):
 #SBATCH --output="/scratch/outputs/mini/20261129-120000/logs/slurm-%j.out"
 
 set -u
+# Options in the environment that are not of this job: what it runs is what this script says.
+for name in ${!SLURM_@} ${!SRUN_@} ${!SQUEUE_@} ${!SCONTROL_@} ${!PET_@}; do
+  case $name in
+    SLURM_JOB_* | SLURM_JOBID | SLURM_RESTART_COUNT | SLURM_SPANK_*) ;;
+    SLURM_CONF | SLURM_WORKING_CLUSTER | SLURM_JWT | SLURM_SACK_*) ;;
+    *) unset "$name" ;;
+  esac
+done
 run=/scratch/outputs/mini/20261129-120000
 python=/project/.venv/bin/python
 module load GCC Python
@@ -130,7 +144,9 @@ node() {  # on each node: its address, its logs, and the rendezvous on the first
 export -f node
 
 trap : TERM USR1  # for the ranks; this shell waits for them
-srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --cpu-bind=none --kill-on-bad-exit=0 \\
+srun --export=ALL --nodes=96 --ntasks=96 --ntasks-per-node=1 \\
+  --cpus-per-task=288 --cpu-bind=none --mem-bind=none \\
+  --wait=0 --kill-on-bad-exit=0 \\
   bash -c 'node "$@"' node \\
   --nnodes=96 \\
   --nproc-per-node=4 \\
@@ -172,7 +188,7 @@ fi
 #SBATCH --nodes=130
 #SBATCH --ntasks-per-node=1             # torchrun, which starts the ranks
 #SBATCH --cpus-per-task=32              # all of a node's
-#SBATCH --gres=gpu:4                    # A100
+#SBATCH --gres=gpu:4                    # A100 64GB
 #SBATCH --exclusive                     # ranks wait for the slowest
 #SBATCH --time=12:00:00
 #SBATCH --signal=USR1@600               # s before the time is over: save and stop
@@ -223,11 +239,14 @@ def run(tmp_path):
     write(commands / "squeue", 'echo "$STATE"\n')
     write(
         commands / "srun",
+        f'echo "$*" > {tmp_path}/step\n'
         "while [[ $1 = --* ]]; do shift; done\n"
         'SLURM_NODEID=${NODE:-0} SLURMD_NODENAME=n1 exec "$@"\n',
     )
 
-    def execute(*, ends: dict | None, code: int = 0, state: str = "RUNNING", node=0, **changes):
+    def execute(
+        *, ends: dict | None, code: int = 0, state: str = "RUNNING", node=0, env=None, **changes
+    ):
         folder = changes.pop("folder", tmp_path / "run")
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         end = f"echo '{json.dumps(ends)}' > {folder}/end.json" if ends is not None else ""
@@ -238,7 +257,7 @@ def run(tmp_path):
             f'json.dump([sys.argv[1:], dict(os.environ)], open("{argv}", "w"))\' "$@"\n'
             f"{end}\nexit {code}\n",
         )
-        local = replace(cluster.load("leonardo"), gpu="", gpus=0, modules=(), address="127.0.0.1")
+        local = without_gpus(modules=(), address="127.0.0.1")
         text = script(
             cluster=local, nodes=2, ranks=2, folder=folder, python=python, **changes
         ).text()
@@ -252,9 +271,9 @@ def run(tmp_path):
                 "PATH": f"{commands}:{os.environ['PATH']}",
                 "SLURM_JOB_ID": "71",
                 "SLURM_JOB_NODELIST": "n[1-2]",
-                "SLURM_CPUS_PER_TASK": "32",
                 "STATE": state,
                 "NODE": str(node),
+                **(env or {}),
             },
         )
         arguments, environment = json.loads(argv.read_text())
@@ -296,6 +315,35 @@ def test_torchrun_gets_the_rendezvous_and_every_argument_untouched(run, tmp_path
     assert [kept[i] for i in sorted(kept)] == hostile
     assert environment["OMP_NUM_THREADS"] == "16"
     assert not (tmp_path / "pwned").exists()
+
+
+def test_the_environment_of_the_submitting_shell_gives_no_options(run, tmp_path):
+    """Each of these changes what srun, squeue or torchrun do, where their options do not say it."""
+    options = [
+        "SLURM_EXPORT_ENV",
+        "SLURM_CPU_BIND",
+        "SLURM_MEM_BIND",
+        "SLURM_NTASKS",
+        "SLURM_TIMELIMIT",
+        "SLURM_HINT",
+        "SLURM_STDOUTMODE",
+        "SLURM_TASK_PROLOG",
+        "SRUN_CPUS_PER_TASK",
+        "SRUN_EXPORT_ENV",
+        "SRUN_OUTPUT",
+        "SQUEUE_STATES",
+        "SCONTROL_ALL",
+        "PET_NNODES",
+        "PET_NODE_RANK",
+    ]
+    kept = {"SLURM_CONF": "/etc/a b", "SLURM_JOB_NAME": "mini", "SLURM_RESTART_COUNT": "2"}
+    done, arguments, environment, _ = run(ends=ENDED, env=kept | dict.fromkeys(options, "NONE"))
+    assert done.returncode == 0, done.stderr
+    assert not set(options) & set(environment)
+    assert kept.items() <= environment.items()
+    assert "--rdzv-id=71-2" in arguments
+    step = (tmp_path / "step").read_text()
+    assert step.startswith("--export=ALL --nodes=2 --ntasks=2 --ntasks-per-node=1 ")
 
 
 def test_only_the_first_node_hosts_the_rendezvous_and_shows_its_log(run):
@@ -367,6 +415,6 @@ def test_bad_input_is_one_sentence(changes, sentence):
 
 
 def test_ranks_need_a_core_where_there_is_no_gpu():
-    bare = replace(cluster.load("leonardo"), gpu="", gpus=0)
+    bare = without_gpus()
     with pytest.raises(UserError, match=r"--ranks-per-node 33 is more than the 32 cores"):
         script(cluster=bare, ranks=33)

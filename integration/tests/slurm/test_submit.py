@@ -1,36 +1,30 @@
 """``integration launch``: what it refuses, prints, writes and hands to sbatch."""
 
 import json
+import re
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from integration.cli.main import main
 from integration.ground.errors import UserError
+from integration.jobs.cluster import load
 from integration.patchset.overlay import Overlay
 from integration.slurm import submit
 from integration.slurm.submit import Request
 
+real, overlay_build = submit.options.accepted, submit.overlay.build
 REQUEST = Request(
     config="mini",
-    scheduler="slurm",
     cluster="leonardo",
     nodes=2,
-    ranks=None,
-    spares=0,
     account="me",
-    time=None,
-    max_restarts=3,
-    max_ctas=None,
-    max_p2p_channels=None,
-    data=None,
-    tokenizer=None,
-    without=(),
+    data=Path("data"),
+    tokenizer=Path("tokenizer"),
     options=("--training.steps=5", "it's $(id)"),
-    dry=False,
-    submit=False,
 )
 
 
@@ -44,6 +38,7 @@ def outputs(tmp_path, monkeypatch):
     data.folders.return_value = (tmp_path / "tokenizer", tmp_path / "data")
     data.tokenizer_size.return_value = 4096
     monkeypatch.setattr(submit, "job_data", data)
+    monkeypatch.setattr(submit.options, "accepted", lambda asked: None)
     return folder
 
 
@@ -61,12 +56,16 @@ def commands(tmp_path, monkeypatch, sbatch: str | None) -> None:
     ("changes", "sentence"),
     [
         ({"config": "mimi"}, r"unknown config mimi; did you mean mini\?"),
-        ({"scheduler": "pbs"}, r"unknown scheduler pbs; known: slurm"),
         ({"cluster": "leonard"}, r"unknown cluster 'leonard'; did you mean leonardo\?"),
         ({"nodes": 0}, r"--nodes must be at least 1, got 0"),
-        ({"ranks": 9}, r"--ranks-per-node 9 is more than the 4 GPUs"),
+        ({"ranks_per_node": 9}, r"--ranks-per-node 9 is more than the 4 GPUs"),
         ({"account": "a b"}, r"--account must be"),
-        ({"dry": True, "submit": True}, r"--dry only prints .* give one of them"),
+        ({"data": None, "config": "leonardo_1t"}, r"expected --data and --tokenizer .* no --data;"),
+        (
+            {"data": None, "tokenizer": None, "config": "jupiter_1t_hsdp"},
+            r"with jupiter_1t_hsdp, got no --data and no --tokenizer; .* nothing was written",
+        ),
+        ({"cluster": None}, r"expected --cluster with mini, which is planned for h200"),
         ({"submit": True, "account": None}, r"--submit needs the account .* --account NAME"),
         (
             {"cluster": "jupiter", "nodes": 96},
@@ -95,9 +94,16 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing(outputs, changes, sentence
     assert not outputs.exists()
 
 
+def test_a_tokenizer_of_more_tokens_than_the_model_is_refused(outputs, monkeypatch):
+    monkeypatch.setattr(submit.job_data, "tokenizer_size", lambda folder: 200_000)
+    with pytest.raises(UserError, match="has 200000 tokens and leonardo_small a vocabulary of 128"):
+        submit.launch_job(replace(REQUEST, config="leonardo_small", nodes=16))
+    assert not outputs.exists()
+
+
 def test_the_command_line_says_it_on_one_line(capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["launch", "mini", "--nodes", "0"])
+        main(["launch", "mini", "--cluster", "leonardo", "--nodes", "0"])
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: --nodes must be at least 1")
@@ -132,6 +138,42 @@ def test_submit_hands_the_script_to_sbatch(outputs, tmp_path, monkeypatch, capsy
     assert f"job: 4711; its log: {script.parent}/logs/slurm-4711.out; end it: scancel 4711" in shown
 
 
+def test_what_the_user_set_for_sbatch_changes_nothing(outputs, tmp_path, monkeypatch, capsys):
+    """Each replaces an option of the script: its environment, its time limit, its threads."""
+    for name in ("SBATCH_EXPORT", "SBATCH_TIMELIMIT", "SLURM_HINT", "SLURM_CONF"):
+        monkeypatch.setenv(name, "1")
+    commands(tmp_path, monkeypatch, f"export > {tmp_path}/seen; echo 1")
+    submit.launch_job(replace(REQUEST, submit=True))
+    seen = re.findall(r"\b((?:SBATCH|SLURM)_\w+)=", (tmp_path / "seen").read_text())
+    assert seen == ["SLURM_CONF"]
+    capsys.readouterr()
+    submit.launch_job(REQUEST)
+    assert "submit with: env -u SBATCH_EXPORT -u SBATCH_TIMELIMIT -u SLURM_HINT sbatch /" in (
+        capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("name", ["leonardo", "jupiter"])
+def test_the_cluster_is_the_configs_own(outputs, capsys, name):
+    config = f"{name}_1t"
+    request = replace(REQUEST, config=config, cluster=None, nodes=None, dry=True)
+    submit.launch_job(request)
+    assert f" node(s) of {name}, " in capsys.readouterr().out
+
+
+@pytest.mark.timeout(120)
+def test_titans_own_parser_judges_its_options_before_a_script(outputs, monkeypatch):
+    """For the config in FP8 too, which is refused itself where there is no such GPU."""
+    asked = []
+    monkeypatch.setattr(submit.options, "accepted", lambda each: asked.append(each) or real(each))
+    monkeypatch.setattr(submit.overlay, "build", overlay_build)
+    request = replace(REQUEST, config="leonardo_1t_fp8", cluster="jupiter", nodes=128)
+    with pytest.raises(UserError, match=r"Unrecognized options: --no\.such\.option, 5; nothing"):
+        submit.launch_job(replace(request, options=("--no.such.option", "5")))
+    assert (asked[0].job.config, asked[0].ranks) == ("leonardo_1t", 512)
+    assert not outputs.exists()
+
+
 def test_what_sbatch_refuses_is_passed_on(outputs, tmp_path, monkeypatch):
     commands(tmp_path, monkeypatch, 'echo "sbatch: error: Invalid account" >&2; exit 1')
     with pytest.raises(UserError, match=r"sbatch refused the job: sbatch: error: Invalid account"):
@@ -153,7 +195,7 @@ def test_submit_without_slurm_says_where_to_do_it(outputs, tmp_path, monkeypatch
         (
             {"config": "jupiter_1t", "cluster": "jupiter", "nodes": 10},
             "warning: jupiter_1t does not fit by its plan, which leaves TorchTitan's options out: "
-            "rank 0 needs 377.0 GiB on the host, which has 108.0 GiB; see: integration plan "
+            "rank 0 needs 398.8 GiB on the host, which has 108.0 GiB; see: integration plan "
             "jupiter_1t --cluster jupiter --ranks 40\n",
         ),
         (
@@ -177,18 +219,38 @@ def test_a_layout_of_the_users_own_is_titans_to_judge(outputs, capsys):
     assert not capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "gpus"), [("ours", 4), ("h200", 8)])
-def test_a_cluster_that_the_planner_does_not_know_is_not_planned(
-    outputs, tmp_path, capsys, name, gpus
-):
-    """Only the layout is looked at: 40 ranks would not fit JUPITER, and h200 has two GPUs."""
+SLURM = """
+[slurm]
+partition = "p"
+account = "a"
+cores = 64
+time_limit = "1:00:00"
+interface = "ib0"
+"""
+
+
+def test_a_cluster_file_without_hardware_is_not_planned(outputs, tmp_path, capsys):
+    """Only the layout is looked at: 40 ranks would not fit JUPITER."""
     file = tmp_path / "cluster.toml"
-    file.write_text(
-        f'name = "{name}"\npartition = "p"\naccount = "a"\ngpu = "H200"\ngpus = {gpus}\n'
-        'cores = 64\ntime_limit = "1:00:00"\ninterface = "ib0"\n'
-    )
-    request = replace(REQUEST, config="jupiter_1t", cluster=str(file), nodes=40 // gpus)
+    file.write_text(f'name = "jupiter"\ngpus_a_node = 4\n{SLURM}')
+    request = replace(REQUEST, config="jupiter_1t", cluster=str(file), nodes=10)
     submit.launch_job(request)
     assert not capsys.readouterr().err
     with pytest.raises(UserError, match="jupiter_1t cannot run: "):
-        submit.launch_job(replace(request, nodes=1, ranks=3))
+        submit.launch_job(replace(request, nodes=1, ranks_per_node=3))
+
+
+def test_a_file_of_ones_own_is_planned_with_its_own_hardware(outputs, tmp_path, capsys):
+    known = load("jupiter").file.read_text()
+    file = tmp_path / "ours.toml"
+    file.write_text(known.replace("memory_gib = 108.0", "memory_gib = 60.0"))
+    submit.launch_job(replace(REQUEST, config="jupiter_1t", cluster=str(file), nodes=96))
+    said = capsys.readouterr().err
+    assert "GiB on the host, which has 60.0 GiB" in said
+    assert f"--cluster {file} " in said
+
+
+def test_a_cluster_without_a_scheduler_cannot_be_launched_on(outputs):
+    with pytest.raises(UserError, match=r"h200 has no table \[slurm\] in .*h200.toml: jobs can be"):
+        submit.launch_job(replace(REQUEST, cluster="h200"))
+    assert not outputs.exists()

@@ -52,15 +52,6 @@ def test_checkpoints_are_ordered_by_number_not_by_name():
     assert run.checkpoints() == [9, 30, 100]
 
 
-def test_only_cut_off_checkpoints_are_removed():
-    run = Run.new("mini")
-    _checkpoint(run, 30, complete=True)
-    _checkpoint(run, 60, complete=False)
-    assert run.remove_incomplete() == ["step-60"]
-    assert run.checkpoints() == [30]
-    assert not run.checkpoint(60).exists()
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"config": "mini"}'])
 def test_an_unreadable_job_file_is_one_sentence(text):
     run = Run.new("mini")

@@ -1,7 +1,10 @@
 """How many ranks a job gets, and what is refused before anything is built."""
 
+import os
+
 import pytest
 
+from integration.ground import owner
 from integration.ground.errors import UserError
 from integration.jobs import catalog
 from integration.patchset import repository
@@ -55,10 +58,8 @@ def _request(
         data=None,
         tokenizer=None,
         ranks=None,
-        port=None,
         without=without,
         options=(),
-        debug=False,
     )
 
 
@@ -116,11 +117,12 @@ def built(tmp_path, monkeypatch):
     return names
 
 
-def _run_of(names: list[str]) -> None:
+def _run_of(names: list[str]) -> Run:
     run = Run.new("slice")
     run.write(Job("slice", "/data", "/tokenizer", (), tuple(names), None, None))
     run.checkpoint(10).mkdir(parents=True)
     (run.checkpoint(10) / ".metadata").touch()
+    return run
 
 
 def test_a_run_goes_on_with_the_set_it_had(built, capsys):
@@ -156,3 +158,38 @@ def test_a_cpu_needs_cpu_device(built, tmp_path, monkeypatch):
     monkeypatch.setattr(start.machine, "gpu_count", lambda: 1)
     monkeypatch.setattr(start.machine, "require_compiler", lambda: None)
     assert "cpu_device" not in (built(request) or ["cpu_device"])
+
+
+def test_a_run_that_is_alive_is_not_joined(built, tmp_path):
+    """``built`` reaches the overlay: what is refused is refused before it."""
+    run = _run_of([c.name for c in repository.load()])
+    alive = owner.take(run.folder)
+    with pytest.raises(
+        UserError, match=rf"in use by process {os.getpid()} on .* kill {os.getpid()}"
+    ):
+        start.train(_request())
+    alive.close()
+    built(_request())
+
+
+def test_more_ranks_than_cores_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(start.machine, "cores", lambda: 2)
+    assert start.choose_ranks(catalog.find("mini"), 64, 0) == 64
+    assert "64 ranks share 2 cores" in capsys.readouterr().err
+    start.choose_ranks(catalog.find("mini"), 2, 0)
+    start.choose_ranks(catalog.find("mini"), 64, 64)
+    assert not capsys.readouterr().err
+
+
+def test_the_default_data_of_a_run_is_built_again(monkeypatch, tmp_path):
+    """After ``make clean``, also where the cache has moved; a user's own is never replaced."""
+    built = (tmp_path / "new" / "pins-0" / "tokenizer", tmp_path / "new" / "pins-0" / "dataset")
+    monkeypatch.setattr(start.job_data, "default_folders", lambda: built)
+    gone = tmp_path / "old" / "pins-0"
+    before = Job("slice", str(gone / "dataset"), str(gone / "tokenizer"), (), ())
+    job = start._continued(_request(), before)
+    assert (job.tokenizer, job.data) == tuple(map(str, built))
+    own = Job("slice", "/my/dataset", str(gone / "tokenizer"), (), ())
+    assert start._continued(_request(), own).data == "/my/dataset"
+    other = Job("slice", str(tmp_path / "pins-1" / "dataset"), str(gone / "tokenizer"), (), ())
+    assert start._continued(_request(), other).data == other.data  # of other pins

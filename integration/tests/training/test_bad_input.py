@@ -30,11 +30,3 @@ def test_a_users_text_and_options_are_taken(trainer, tmp_path):
         (data / f"{i}.txt").write_text(f"document {i} says {i * 7919 % 1000}. " * 800)
     training = trainer.train("--data", str(data), "--", "--training.steps", "2")
     assert "step:  2  loss: " in training.output
-
-
-def test_a_wrong_titan_option_is_one_sentence(trainer):
-    training = trainer.train("--", "--training.stepz", "2", expected=1)
-    last = training.output.strip().splitlines()[-1]
-    assert last.startswith("error: ")
-    assert "training.stepz" in last
-    assert "Traceback" not in training.output

@@ -25,8 +25,9 @@ def test_a_limit_below_what_the_job_takes_stops_it_in_one_sentence(trainer, tmp_
     last = training.output.strip().splitlines()[-1]
     assert last.startswith("error: ")
     # Two ranks of half of 9,971,968 fp32 parameters: weights, gradients, one moment of those
-    # under Muon (all but embedding, head, routers and norms) and two of the rest.
+    # under Muon (all but embedding, head, routers and norms) and two of the rest; and 0.25 GiB
+    # each for the data loader.
     assert "HostMemoryError: 2 rank(s) of " in last
-    assert "need 0.12 GiB of host memory, and cgroup v2 /job_7 leaves 0.10; a rank takes" in last
+    assert "need 0.62 GiB of host memory, and cgroup v2 /job_7 leaves 0.10; a rank takes" in last
     assert "Traceback" not in training.output
     assert "step:" not in training.output

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from integration.data import source as data
-from integration.ground import machine
 from integration.patchset import overlay
 from integration.ranks.moe import INIT_STD
 from integration.train import launch, summary
@@ -36,13 +35,17 @@ RANKS = 2
 def _inspect(folder: Path, options: tuple[str, ...]) -> list[dict]:
     tokenizer, dataset = data.default_folders()
     job = Job("mini", str(dataset), str(tokenizer), options, ())
-    line = launch.command(Run(folder), job, ranks=RANKS, port=machine.free_port(None), color=False)
+    start = launch.Launch(
+        run=Run(folder),
+        job=job,
+        patched=overlay.build(),
+        ranks=RANKS,
+        vocab=data.tokenizer_size(tokenizer),
+    )
+    line, env = start.command(), start.environment()
     at = line.index("torchtitan.train")
     out = folder / "rows.json"
     line[at : at + 1] = ["integration.tests.training.inspect_init", str(out)]
-    env = launch.environment(
-        overlay.build(), ranks=RANKS, vocab=data.tokenizer_size(tokenizer), tokenizer=job.tokenizer
-    )
     # No hang: the pins' loop never ends.
     done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=300)
     logs = "\n".join(p.read_text()[-3000:] for p in folder.glob("logs/**/stderr.log"))

@@ -65,3 +65,28 @@ def test_resuming_a_finished_run_trains_nothing_and_says_so(uninterrupted, train
     shutil.copytree(uninterrupted.outputs, trainer.outputs)
     resumed = trainer.train("--resume")
     assert "none: the run was already at its last step" in resumed.output
+
+
+def test_resuming_goes_on_from_the_newest_whole_checkpoint(uninterrupted, trainer):
+    """A shard of 0 bytes, as a crashed file system leaves it: the older one is taken, and said."""
+    shutil.copytree(uninterrupted.outputs, trainer.outputs)
+    (folder,) = trainer.outputs.glob("mini/*")
+    shutil.rmtree(folder / "tb")
+    shard = folder / "checkpoint" / "step-60" / "__1_0.distcp"
+    shard.write_bytes(b"")
+    resumed = trainer.train("--resume", "--", "--training.steps", "31")
+    assert "checkpoint of step 60 is damaged (__1_0.distcp has 0 bytes of " in resumed.output
+    assert "Training starts at step 31" in resumed.output
+    assert list(losses(resumed)) == [31]
+
+
+def test_a_wrong_option_harms_no_run(uninterrupted, trainer):
+    shutil.copytree(uninterrupted.outputs, trainer.outputs)
+    (job,) = trainer.outputs.glob("mini/*/job.json")
+    before = job.read_text()
+    refused = trainer.train("--resume", "--", "--training.stpes", "70", expected=2)
+    assert "did you mean --training.steps?" in refused.output
+    refused = trainer.train("--resume", "--", "--training.steps", "10", expected=2)
+    assert "--training.steps 10 ends before step 60" in refused.output
+    assert job.read_text() == before
+    assert trainer.train("--resume").run.checkpoints() == [30, 60]

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from integration.ground import processes
 from integration.tests.training.conftest import losses
 
 pytestmark = pytest.mark.timeout(600)
@@ -36,6 +37,62 @@ def test_a_stop_saves_and_goes_on_bitwise(uninterrupted, trainer):
     assert losses(second) == {step: expected[step] for step in losses(second)}
     assert max(losses(second)) > stopped_at + 1
     assert "Traceback" not in first.output + second.output
+
+
+def _end_of(training) -> None:
+    """Wait until nothing of a run is left."""
+    end = time.monotonic() + 120
+    while left := processes.of_run(training.run.folder):
+        assert time.monotonic() < end, left
+        time.sleep(0.2)
+
+
+def test_a_closed_terminal_saves_and_says_so_to_nobody(trainer):
+    """SIGHUP, with the reader of standard output gone and an encoding that lacks our characters.
+
+    What an outer torchrun has left in the environment decides nothing.
+    """
+    left = {"PET_NNODES": "2", "PET_NODE_RANK": "0", "RANK": "7", "LOGLEVEL": "none"}
+    training = trainer.start(PYTHONIOENCODING="ascii", **left)
+    training.wait_for_step(2)
+    training.process.send_signal(signal.SIGHUP)
+    assert training.wait() == 128 + signal.SIGHUP, training.output
+    assert "stopped by SIGHUP after step" in _last_line(training)
+    assert len(training.run.checkpoints()) == 1
+    assert "UnicodeEncodeError" not in training.output
+    _end_of(training)
+
+
+@pytest.mark.parametrize("torchrun_too", [False, True], ids=["launcher", "launcher and torchrun"])
+def test_a_killed_launcher_leaves_a_checkpoint_and_no_process(trainer, torchrun_too):
+    training = trainer.start("--", "--checkpoint.enable_first_step_checkpoint")
+    training.wait_for_step(2)
+    found = processes.of_run(training.run.folder)
+    (torchrun,) = (p for p in found if "integration.train.agent" in p.cmdline())
+    training.process.kill()
+    if torchrun_too:
+        torchrun.kill()
+    training.process.wait()
+    # While its ranks save, nobody joins.
+    refused = trainer.train("--resume", expected=2)
+    assert "in use by ranks on" in refused.output
+    assert f"outlive process {training.process.pid}" in refused.output
+    _end_of(training)
+    saved = training.run.checkpoints()
+    assert saved[0] == 1 and saved[-1] >= 2
+    resumed = trainer.train("--resume", "--", "--training.steps", str(saved[-1] + 1))
+    assert f"Training starts at step {saved[-1] + 1}" in resumed.output
+
+
+def test_a_stop_before_the_first_step_ends_at_once(trainer):
+    """There is nothing to save, and ranks that start cannot agree on a step."""
+    training = trainer.start("--ranks", "4")
+    training.wait_for(lambda t: "run: " in t.output)
+    training.wait_for(lambda t: len(processes.of_run(t.run.folder)) == 5)
+    training.process.send_signal(signal.SIGTERM)
+    assert training.wait(30) == 128 + signal.SIGTERM, training.output
+    assert "stopped by SIGTERM before it could save; no checkpoint was written" in training.output
+    assert processes.of_run(training.run.folder) == []
 
 
 def test_a_dead_rank_ends_the_others_without_a_checkpoint(trainer):
