@@ -101,3 +101,6 @@ def test_json_is_printed_alone_or_written_beside_the_tables(tmp_path):
     assert written.stdout.removesuffix("False\n").endswith(f"json: {file}\n")
     assert "951.80 B parameters" in written.stdout
     assert json.loads(file.read_text()) == found
+    # Wherever it stands, the config is no file.
+    before = _plan("--json", "jupiter_1t", "--cluster", "jupiter")
+    assert json.loads(before.stdout.removesuffix("False\n")) == found
