@@ -168,7 +168,7 @@ def _with_json_file(words: Sequence[str]) -> list[str]:
     following = [*words[1:], ""]
     return [
         f"{word}={STDOUT}" if word == "--json" and not re.match(r"[^-].*[./]|[./]", after) else word
-        for word, after in zip(words, following, strict=True)
+        for word, after in zip(words, following, strict=False)
     ]
 
 
