@@ -293,7 +293,8 @@ def _muon_buffers(job: JobSpec, cluster: Cluster, levers: Levers, rank: int) -> 
 
 
 def _largest_batch(job: JobSpec, levers: Levers, rank: int) -> int:
-    return host.largest_batch(shards(job, levers, held(job, Place.of(job, rank))))
+    mine = shards(job, levers, held(job, Place.of(job, rank)))
+    return host.largest_batch(mine, streamed=muon.streams(job, levers))
 
 
 def _host(
