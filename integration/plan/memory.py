@@ -158,7 +158,7 @@ def shards(job: JobSpec, levers: Levers, mine: list[Held]) -> list[Shard]:
             states=1 if under_muon and h.kind.muon else 2,
             count=h.count,
             muon=under_muon and h.kind.muon,
-            whole=whole or h.kind.role == "expert",
+            whole=whole or (h.kind.role == "expert" and not job.cuts_experts),
             rows=h.kind.rows,
             columns=h.kind.columns,
         )

@@ -44,8 +44,8 @@ def test_the_plan_of_the_1t_job(tmp_path):
         (("jupiter",), "did you mean jupiter_1t"),
         (("jupiter_1t", "--cluster", "jupyter"), "did you mean jupiter?"),
         (
-            ("jupiter_1t", "--ranks", "768"),
-            "does not divide the expert hidden size 1792",
+            ("jupiter_1t", "--ranks", "1320"),
+            "which divides neither the expert hidden size 1792 nor the hidden size 6144",
         ),
         (("jupiter_1t", "--ep", "5"), "ep 5 must divide dp_shard 384 x tp 1 = 384 ranks"),
         (("jupiter_1t", "--cluster", "h200"), "has 384 ranks, one a GPU, and h200 has 2 GPUs"),
