@@ -114,7 +114,7 @@ class Dryrun(Request):
 
     def run(self) -> None:
         from integration.dryrun import render, start
-        from integration.dryrun.result import as_json, complaint
+        from integration.dryrun.compare import as_json, complaint
 
         job = self.job()
         options.require_writable(self.json)

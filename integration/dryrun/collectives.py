@@ -71,16 +71,13 @@ def _bytes(name: str, op: str, args: tuple, me: int, n: int) -> tuple[float, flo
             return _nbytes(inputs) - _nbytes(inputs[me]), _nbytes(outputs) - _nbytes(outputs[me])
         if name == "alltoall_base_":
             return _exchanged(args[1], args[4], me, n), _exchanged(args[0], args[3], me, n)
-        row = _nbytes(args[0]) / max(1, args[0].shape[0])
-        return tuple(row * (sum(splits) - splits[me]) for splits in (args[2], args[1]))
+        return _exchanged(args[0], args[2], me, n), _exchanged(args[0], args[1], me, n)
     if op in (SEND, RECEIVE):
         size = float(_nbytes(args[0]))
         return (size, 0.0) if op == SEND else (0.0, size)
-    full = {
-        "all_gather_into_tensor": lambda: _nbytes(args[0]) * n,
-        "reduce_scatter_tensor": lambda: _nbytes(args[0]),
-        "_reduce_scatter_base_": lambda: _nbytes(args[1]),
-    }.get(name, lambda: _nbytes(args[0]))()
+    full = _nbytes(args[1] if name == "_reduce_scatter_base_" else args[0])
+    if name == "all_gather_into_tensor":
+        full *= n
     moved = full * (n - 1) / n * (2 if op == ALL_REDUCE else 1)
     return moved, moved
 

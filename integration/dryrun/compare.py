@@ -1,16 +1,31 @@
-"""The dry run beside the plan: bytes by cause, parameters by kind. No torch here."""
+"""The dry run beside the plan, by cause and kind, and how it ends. No torch here."""
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
-from integration.dryrun import causes
+from integration.dryrun.request import Request
+from integration.ground.errors import UserError
 from integration.jobs.cluster import load
 from integration.jobs.spec import JobSpec
 from integration.plan import memory, traffic
 from integration.plan.levers import Levers
 from integration.plan.params import Place, held
+
+# Too small for the planner to count: 8 B an expert and layer, 4 B a parameter or an expert.
+TOKEN_COUNTS, GRADIENT_NORM, ROUTER_BALANCE = "token counts", "gradient norm", "router balance"
+SMALL = (TOKEN_COUNTS, GRADIENT_NORM, ROUTER_BALANCE)
+PLANNED = (
+    traffic.GATHER_FORWARD,
+    traffic.GATHER_BACKWARD,
+    traffic.REDUCE,
+    traffic.REPLICAS,
+    traffic.EXPERTS,
+    traffic.TENSOR,
+    traffic.PIPELINE,
+    traffic.MUON,
+)
 
 KEPT = ("parameters", "gradients", "optimizer state", "RoPE caches")
 BOUNDARIES = "boundary activations"
@@ -20,8 +35,8 @@ MOMENTS = {"loss": ("loss",), "backward": ("recomputation", "reduction")}
 BESIDE = (*KEPT, BOUNDARIES, memory.MUON_BUFFERS, "NCCL", "CUDA context")
 
 
-# Plan and dry run agree within this share of what the dry run found.
-AGREES = 0.05
+# Plan and dry run agree within this share of what the dry run found; else a dry run's exit code.
+AGREES, DISAGREES = 0.05, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +113,11 @@ def traffic_by_cause(job: JobSpec, rank: int, found: dict[str, Any]) -> list[Pai
     received: dict[str, float] = defaultdict(float)
     for row in found["collectives"]:
         received[row["cause"]] += row["received"]
-    if causes.MUON in received:
-        received[causes.MUON] = found["muon_mean_bytes"]
+    if traffic.MUON in received:
+        received[traffic.MUON] = found["muon_mean_bytes"]
     return [
-        Pair(cause, None if cause in causes.SMALL else planned[cause], received[cause])
-        for cause in (*causes.PLANNED, *causes.SMALL)
+        Pair(cause, None if cause in SMALL else planned[cause], received[cause])
+        for cause in (*PLANNED, *SMALL)
         if planned[cause] or received[cause]
     ]
 
@@ -130,3 +145,45 @@ def peaks(job: JobSpec, rank: int, found: dict[str, Any]) -> list[Pair]:
         size = sum(size for item, size in peak.items() if item != BOUNDARIES)
         pairs.append(Pair(phase, max(moments, default=None), float(size)))
     return pairs
+
+
+def as_json(job: JobSpec, request: Request, found: dict[str, Any]) -> dict[str, Any]:
+    """Return ``found`` with what was asked, and with the plan's numbers beside it."""
+    plan = {
+        "parameters": list(map(asdict, parameters(job, request.rank, found).values())),
+        "host": list(map(asdict, host(job, request.rank, found))),
+    }
+    if "collectives" in found:
+        asked = (job, request.rank, found)
+        plan["received"] = list(map(asdict, traffic_by_cause(*asked)))
+        plan["kept"] = list(map(asdict, state(*asked)))
+        plan["peaks"] = list(map(asdict, peaks(*asked)))
+    return {
+        "kind": "dryrun",
+        "config": job.name,
+        "rank": request.rank,
+        "world": job.ranks,
+        "layers": job.shape.layers,
+        **found,
+        "beside_the_plan": plan,
+    }
+
+
+def complaint(found: dict[str, Any]) -> UserError | None:
+    """Return the error to end with, if any.
+
+    Its exit code is 1 where the fake step did not end or a check is broken, and 3 where all holds
+    but the plan counts otherwise.
+    """
+    if found["refused"]:
+        return UserError(f"{found['refused']}; see all of it with --debug", exit_code=1)
+    broken = [f"{c['name']}: {c['broken']}" for c in found["checks"] if c["broken"]]
+    if broken:
+        return UserError("not so: " + "; and ".join(broken), exit_code=1)
+    if found["disagreements"]:
+        return UserError(
+            f"the plan is more than {AGREES:.0%} off: {'; '.join(found['disagreements'])}; "
+            "one of the two is wrong: please report it",
+            exit_code=DISAGREES,
+        )
+    return None

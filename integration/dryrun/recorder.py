@@ -1,9 +1,10 @@
 """Watches a fake step: each collective with its cause, and the memory of what operators return."""
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import wraps
 from typing import Any
 from unittest.mock import patch
@@ -18,9 +19,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchtitan.components.loss import ChunkedLossWrapper
 
-from integration.dryrun import causes, collectives
+from integration.dryrun import collectives
 from integration.dryrun.collectives import ALL_REDUCE, ALL_TO_ALL, RECEIVE, SEND, Collective
-from integration.dryrun.live import LiveBytes
+from integration.dryrun.compare import (
+    GRADIENT_NORM,
+    PLANNED,
+    ROUTER_BALANCE,
+    SMALL,
+    TOKEN_COUNTS,
+)
+from integration.plan import traffic
 
 FORWARD, BACKWARD, LOSS = "forward", "backward", "loss"
 CLIP, OPTIMIZER = "gradient norm", "optimizer"
@@ -29,6 +37,21 @@ WEIGHTS, REDUCED = "gathered weights and prefetch", "gradients being reduced"
 BOUNDARIES, RECOMPUTED = "boundary activations", "recomputation and MoE buffers"
 LOGITS, FORWARD_BUFFERS = "logits and loss chunks", "buffers of the forward pass"
 _ITEMS = {FORWARD: FORWARD_BUFFERS, BACKWARD: RECOMPUTED, LOSS: LOGITS}
+
+# Axes of equal ranks (``dp_shard`` and ``ep`` of two ranks, say) share a group: the first fits.
+_AXES = {
+    traffic.GATHER_FORWARD: ("dp_shard", "efsdp"),
+    traffic.GATHER_BACKWARD: ("dp_shard", "efsdp"),
+    traffic.REDUCE: ("dp_shard", "efsdp"),
+    traffic.REPLICAS: ("dp_replicate",),
+    traffic.EXPERTS: ("ep",),
+    TOKEN_COUNTS: ("ep",),
+    traffic.TENSOR: ("tp",),
+    traffic.PIPELINE: ("pp",),
+    traffic.MUON: ("dp_shard", "efsdp"),
+    GRADIENT_NORM: ("dp_shard", "efsdp", "ep", "tp", "pp"),
+    ROUTER_BALANCE: ("loss", "tp"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +72,79 @@ class _Scope:
     what: str
     state: TrainingState
     names: tuple[str, ...]
+
+
+class LiveBytes:
+    """Counts storages from when an operator returns them until they are freed or emptied.
+
+    Sizes are as asked for: an allocator's rounding and fragments are not in them. ``peaks`` has
+    for each phase the items at the moment when their sum was largest.
+    """
+
+    def __init__(self) -> None:
+        self.now: Counter[str] = Counter()
+        self.peaks: dict[str, dict[str, int]] = {}
+        # Storage's address -> (item, bytes). Left when the storage dies.
+        self._known: dict[int, tuple[str, int]] = {}
+
+    def add(self, tensor: torch.Tensor, item: str, phase: str) -> None:
+        """Count the storage of ``tensor`` under ``item``, unless it is counted already."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known[key] = (item, 0)
+        weakref.finalize(storage, self._forget, key)
+        self._set(key, item, storage.nbytes())
+        self._note_peak(phase)
+
+    def move(self, tensor: torch.Tensor, item: str) -> None:
+        """Count the storage of ``tensor`` under another item from now on."""
+        key = tensor.untyped_storage()._cdata
+        if key in self._known:
+            self._set(key, item, self._known[key][1])
+
+    def release(self, tensor: torch.Tensor) -> None:
+        """Count the storage of ``tensor`` no longer: it stays between steps."""
+        key = tensor.untyped_storage()._cdata
+        if key in self._known:
+            self._set(key, self._known[key][0], 0)
+
+    def rename(self, old: str, new: str) -> None:
+        """Move all that is alive of item ``old`` to ``new``."""
+        for key, (item, size) in list(self._known.items()):
+            if item == old:
+                self._set(key, new, size)
+
+    @contextmanager
+    def follow_resizes(self, phase: Callable[[], str]) -> Generator[None]:
+        """FSDP empties and refills storages in place, past all operators."""
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int):
+            answer = resize(storage, size)
+            key = storage._cdata
+            if key in self._known:
+                self._set(key, self._known[key][0], size)
+                self._note_peak(phase())
+            return answer
+
+        with patch.object(torch.UntypedStorage, "resize_", resized):
+            yield
+
+    def _set(self, key: int, item: str, size: int) -> None:
+        old_item, old_size = self._known[key]
+        self.now[old_item] -= old_size
+        self.now[item] += size
+        self._known[key] = (item, size)
+
+    def _forget(self, key: int) -> None:
+        item, size = self._known.pop(key)
+        self.now[item] -= size
+
+    def _note_peak(self, phase: str) -> None:
+        if sum(self.now.values()) > sum(self.peaks.get(phase, {}).values()):
+            self.peaks[phase] = {item: size for item, size in self.now.items() if size}
 
 
 class Recorder(TorchDispatchMode):
@@ -170,9 +266,9 @@ class Recorder(TorchDispatchMode):
     def _count(self, call: Collective) -> None:
         cause, part = self._cause(call)
         scope = self._scopes[-1] if self._scopes else None
-        if cause == causes.GATHER_BACKWARD and scope:
+        if cause == traffic.GATHER_BACKWARD and scope:
             self.gathered_in_backward.update(scope.names)
-        names = (*causes.AXES.get(cause, ()), *self._axes)
+        names = (*_AXES.get(cause, ()), *self._axes)
         fitting = [name for name in names if self._axes.get(name) == call.ranks]
         row = Row(
             cause=cause,
@@ -192,34 +288,30 @@ class Recorder(TorchDispatchMode):
             part = "experts" if any("routed_experts" in name for name in scope.names) else "dense"
             if scope.what == WEIGHTS:
                 backward = scope.state == TrainingState.PRE_BACKWARD
-                return (causes.GATHER_BACKWARD if backward else causes.GATHER_FORWARD), part
+                return (traffic.GATHER_BACKWARD if backward else traffic.GATHER_FORWARD), part
             if call.op != ALL_REDUCE:
-                return causes.REDUCE, part
+                return traffic.REDUCE, part
             replicas = call.ranks == self._axes.get("dp_replicate")
             # Norms, which tensor parallel ranks hold alike, see a part of the sequence each.
-            return (causes.REPLICAS if replicas else causes.TENSOR), part
+            return (traffic.REPLICAS if replicas else traffic.TENSOR), part
         if self._phase == OPTIMIZER:
-            return (causes.ROUTER_BALANCE if call.op == ALL_REDUCE else causes.MUON), "optimizer"
+            return (ROUTER_BALANCE if call.op == ALL_REDUCE else traffic.MUON), "optimizer"
         if self._phase == CLIP:
-            return causes.GRADIENT_NORM, "optimizer"
+            return GRADIENT_NORM, "optimizer"
         if call.op in (SEND, RECEIVE):
-            return causes.PIPELINE, "activations"
+            return traffic.PIPELINE, "activations"
         if call.op == ALL_TO_ALL:
             counts = not call.dtype.is_floating_point
-            return (causes.TOKEN_COUNTS if counts else causes.EXPERTS), "activations"
-        return causes.TENSOR, "activations"
+            return (TOKEN_COUNTS if counts else traffic.EXPERTS), "activations"
+        return traffic.TENSOR, "activations"
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the collectives, the largest first within a cause, causes as the planner's."""
-        order = (*causes.PLANNED, *causes.SMALL)
+        order = (*PLANNED, *SMALL)
         rows = sorted(self.calls, key=lambda r: (order.index(r.cause), -self.received[r], r.axis))
         return [
-            {
-                **{name: getattr(row, name) for name in Row.__slots__},
-                "calls": self.calls[row],
-                "sent": self.sent[row],
-                "received": self.received[row],
-            }
+            asdict(row)
+            | {"calls": self.calls[row], "sent": self.sent[row], "received": self.received[row]}
             for row in rows
         ]
 

@@ -7,14 +7,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from integration.dryrun import causes, compare
+from integration.dryrun import compare
 from integration.dryrun.compare import Pair
 from integration.dryrun.request import Request
 from integration.ground.units import GIB
 from integration.jobs.spec import JobSpec
-from integration.plan import memory
+from integration.plan import memory, traffic
 from integration.plan.levers import Levers
-from integration.plan.render import GIGA
+from integration.plan.render import GIGA, table_of
 
 MIB = 2**20
 
@@ -30,11 +30,11 @@ def show(job: JobSpec, request: Request, found: dict[str, Any], out: Console) ->
         soft_wrap=True,
     )
     out.print(_placements(job, rank, found))
-    out.print(_state("on the host, as checked at launch", compare.host(job, rank, found)))
+    out.print(_beside("on the host, as checked at launch", "GiB", compare.host(job, rank, found)))
     if "collectives" in found:
         out.print(_collectives(found))
-        out.print(_causes(compare.traffic_by_cause(job, rank, found)))
-        out.print(_state("kept between steps", compare.state(job, rank, found)))
+        out.print(_beside("received, by cause", "GB", compare.traffic_by_cause(job, rank, found)))
+        out.print(_beside("kept between steps", "GiB", compare.state(job, rank, found)))
         out.print(_peaks(job, request, found))
         out.print(_waiting(job, found), soft_wrap=True)
     for check in found["checks"]:
@@ -53,7 +53,7 @@ def show(job: JobSpec, request: Request, found: dict[str, Any], out: Console) ->
 
 
 def _placements(job: JobSpec, rank: int, found: dict[str, Any]) -> Table:
-    table = _table("parameter", "of it", "mesh", "placements", "shape", "on this rank", "MiB")
+    table = table_of("parameter", "of it", "mesh", "placements", "shape", "on this rank", "MiB")
     for row in found["placements"]:
         size = 4 * row["count"] * prod(row["local_shape"])
         table.add_row(
@@ -74,7 +74,7 @@ def _placements(job: JobSpec, rank: int, found: dict[str, Any]) -> Table:
 
 
 def _collectives(found: dict[str, Any]) -> Table:
-    table = _table("collective", "operator", "axis", "of", "calls", "GB sent", "GB received")
+    table = table_of("collective", "operator", "axis", "of", "calls", "GB sent", "GB received")
     for row in found["collectives"]:
         table.add_row(
             row["cause"],
@@ -88,25 +88,23 @@ def _collectives(found: dict[str, Any]) -> Table:
     return table
 
 
-def _causes(pairs: list[Pair]) -> Table:
-    table = _table("received, by cause", "dry run GB", "plan GB", "differs")
+def _beside(title: str, unit: str, pairs: list[Pair]) -> Table:
+    table = table_of(title, f"dry run {unit}", f"plan {unit}", "differs")
+    size = {"GB": GIGA, "GiB": GIB}[unit]
     for pair in pairs:
-        name = f"{pair.name}, mean of the ranks" if pair.name == causes.MUON else pair.name
-        _row(table, name, pair, GIGA)
-    return table
-
-
-def _state(title: str, pairs: list[Pair]) -> Table:
-    table = _table(title, "dry run GiB", "plan GiB", "differs")
-    for pair in pairs:
-        _row(table, pair.name, pair, GIB)
+        table.add_row(
+            f"{pair.name}, mean of the ranks" if pair.name == traffic.MUON else pair.name,
+            f"{pair.found / size:,.4f}",
+            "" if pair.plan is None else f"{pair.plan / size:,.4f}",
+            "" if pair.difference is None else f"{pair.difference:+.1%}",
+        )
     return table
 
 
 def _peaks(job: JobSpec, request: Request, found: dict[str, Any]) -> Table:
     """Memory of what comes and goes in a step. Boundary activations stand by themselves."""
     peaks = found["peaks"]
-    table = _table("most at once (GiB)", *peaks)
+    table = table_of("most at once (GiB)", *peaks)
     items = dict.fromkeys(item for peak in peaks.values() for item in peak)
     for item in (item for item in items if item != compare.BOUNDARIES):
         sizes = [peak.get(item, 0) / GIB for peak in peaks.values()]
@@ -134,20 +132,5 @@ def _waiting(job: JobSpec, found: dict[str, Any]) -> str:
     )
 
 
-def _row(table: Table, name: str, pair: Pair, unit: float) -> None:
-    differs = "" if pair.difference is None else f"{pair.difference:+.1%}"
-    plan = "" if pair.plan is None else f"{pair.plan / unit:,.4f}"
-    table.add_row(name, f"{pair.found / unit:,.4f}", plan, differs)
-
-
 def _shape(sizes: list[int]) -> str:
     return " x ".join(map(str, sizes))
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(show_edge=False, pad_edge=False, title_justify="left")
-    table.add_column(title)
-    text = ("mesh", "placements", "operator", "axis", "of")
-    for column in columns:
-        table.add_column(column, justify="left" if column in text else "right")
-    return table

@@ -25,7 +25,12 @@ def run(request: Request, *, debug: bool) -> dict[str, Any]:
         UserError: a mistake in the request, or a process that did not come to the placements.
     """
     job = request.job()
-    patched = _overlay(request.without)
+    patched = overlay.build(repository.without(request.without))
+    if "cpu_device" not in patched.names:
+        raise UserError(
+            "--without cpu_device leaves no way to run TorchTitan on a CPU, as a dry run does; "
+            "keep cpu_device"
+        )
     with tempfile.TemporaryDirectory(prefix="dryrun-") as folder:
         asked, result, log = (Path(folder) / name for name in ("request", "result", "log"))
         request.write(asked)
@@ -52,16 +57,6 @@ def run(request: Request, *, debug: bool) -> dict[str, Any]:
         found["contributions"] = list(patched.names)
         found["disagreements"] = compare.disagreements(job, request.rank, found)
         return found
-
-
-def _overlay(without: tuple[str, ...]) -> Overlay:
-    patched = overlay.build(repository.without(without))
-    if "cpu_device" not in patched.names:
-        raise UserError(
-            "--without cpu_device leaves no way to run TorchTitan on a CPU, as a dry run does; "
-            "keep cpu_device"
-        )
-    return patched
 
 
 def _environment(patched: Overlay) -> dict[str, str]:

@@ -10,6 +10,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._utils import _StageMeta, extract_tensor_metas
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -21,7 +24,6 @@ from torchtitan.protocols.module import Module
 from torchtitan.trainer import Trainer
 
 from integration.dryrun import overrides
-from integration.dryrun.pipeline import describe_stages
 from integration.jobs.spec import JobSpec
 from integration.ranks.host_check import checked
 from integration.ranks.trainer_config import trainer_config
@@ -62,7 +64,7 @@ class DryTrainer(Trainer):
         config = _config(job, make_fake)
         super().__init__(config)
         if self.parallel_dims.pp_enabled:
-            describe_stages(self.pp_schedule, job)
+            _describe_stages(self.pp_schedule, job)
 
     def axes(self) -> dict[str, tuple[int, ...]]:
         """Return this rank's group on each mesh axis of more than one rank."""
@@ -111,6 +113,25 @@ class DryTrainer(Trainer):
         tokens = torch.zeros(sequences, self.job.seq_len, dtype=torch.int64)
         positions = torch.arange(self.job.seq_len).repeat(sequences, 1)
         return {"input": tokens, "positions": positions}, torch.zeros_like(tokens)
+
+
+def _describe_stages(schedule: PipelineScheduleSingle, job: JobSpec) -> None:
+    """Tell this rank's stage what it gets and gives: tokens, or hidden states in bf16.
+
+    Hidden states are cut by tensor parallelism between layers (sequence parallelism), and whole
+    behind the last norm, in front of the chunked loss.
+    """
+    stage = cast(PipelineStage, schedule._stage)
+    hidden = (1, job.seq_len // job.layout.tp, job.shape.hidden)
+    inside = torch.empty(hidden, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    tokens = torch.empty((1, job.seq_len), dtype=torch.int64, device="meta")
+    last = torch.empty(
+        (1, job.seq_len, job.shape.hidden), dtype=torch.bfloat16, device="meta", requires_grad=True
+    )
+    stage._user_meta = _StageMeta(
+        inputs=extract_tensor_metas((tokens if stage.is_first else inside,)),
+        outputs=extract_tensor_metas((last if stage.is_last else inside,)),
+    )
 
 
 def _config(job: JobSpec, parallelised: Callable[[list[nn.Module]], None]) -> Trainer.Config:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torchtitan.trainer import Trainer
 
-from integration.dryrun import checks, memory, muon_plan, placements
+from integration.dryrun import built, checks
 from integration.dryrun.recorder import Recorder
 from integration.dryrun.request import Request
 from integration.dryrun.trainer import DryTrainer
@@ -41,8 +41,8 @@ def main(request_file: str, result_file: str) -> None:
         files.write_json(result, found)
 
     def parallelised(parts: Sequence, config: Trainer.Config) -> None:
-        found["placements"] = placements.rows(parts)
-        found["host"] = memory.host(parts, config, request.rank, job.ranks)
+        found["placements"] = built.rows(parts)
+        found["host"] = built.host(parts, config, request.rank, job.ranks)
         found["checks"] = [asdict(check) for check in checks.of_placements(job, parts)]
         note("placements")
         if request.placements:
@@ -58,8 +58,8 @@ def main(request_file: str, result_file: str) -> None:
     recorder = Recorder(trainer.axes(), kept)
     trainer.fake_step(recorder.watching(), recorder.during)
     found["collectives"] = recorder.rows()
-    found["muon_mean_bytes"] = muon_plan.read(optimizers).mean_bytes
-    found["memory"] = memory.state(parts, optimizers)
+    found["muon_mean_bytes"] = built.muon_plan(optimizers).mean_bytes
+    found["memory"] = built.state(parts, optimizers)
     found["peaks"] = recorder.live.peaks
     found["checks"] += [asdict(check) for check in checks.of_step(job, parts, optimizers, recorder)]
     note("whole")

@@ -88,9 +88,6 @@ class MoEShape:
         layer = self.attention_params + (self.experts + self.shared_experts) * self.expert_params
         return self.layers * layer
 
-    def cut(
-        self, *, layers: int | None = None, experts: int | None = None, vocab: int | None = None
-    ) -> "MoEShape":
-        """Return the same layer with fewer layers, experts or tokens; None keeps a size."""
-        asked = {"layers": layers, "experts": experts, "vocab": vocab}
-        return replace(self, **{name: n for name, n in asked.items() if n is not None})
+    def cut(self, **sizes: int | None) -> "MoEShape":
+        """Return the same layer with other sizes, as fewer layers or experts; None keeps one."""
+        return replace(self, **{name: n for name, n in sizes.items() if n is not None})

@@ -93,11 +93,9 @@ class JobSpec:
             sequences=-(-self.sequences // ranks),
         )
 
-    def cut(
-        self, *, layers: int | None = None, experts: int | None = None, vocab: int | None = None
-    ) -> "JobSpec":
-        """Return this job with fewer layers, experts or tokens; None keeps a size."""
-        return replace(self, shape=self.shape.cut(layers=layers, experts=experts, vocab=vocab))
+    def cut(self, **sizes: int | None) -> "JobSpec":
+        """Return this job with other sizes of its model; None keeps one."""
+        return replace(self, shape=self.shape.cut(**sizes))
 
     @property
     def data_ranks(self) -> int:

@@ -34,10 +34,6 @@ class Levers:
         nothing."""
         return replace(self, **{name: False for name in left_out if name in self.names()})
 
-    @classmethod
-    def none(cls) -> "Levers":
-        return cls().without(*cls.names())
-
     def off(self) -> Iterable[str]:
         return (name for name in self.names() if not getattr(self, name))
 

@@ -11,7 +11,6 @@ from integration.plan.host import OnHost, Rounding, Shard
 from integration.plan.levers import Levers, uses_muon
 from integration.plan.params import (
     Held,
-    Kind,
     Place,
     counts,
     gathered_numel,
@@ -72,10 +71,14 @@ def of_rank(job: JobSpec, cluster: Cluster, levers: Levers, rank: int) -> RankMe
         name: {k: float(v) for k, v in {**always, **items}.items()}
         for name, items in _moments(job, levers, rank).items()
     }
+    items = on_host(job, levers, place.stage).items(shards(job, levers, mine))
     return RankMemory(
         rank=rank,
         moments=moments,
-        host=_host(job, cluster, levers, place.stage, mine),
+        host={
+            "process": cluster.host.base_gib * GIB,
+            **{item.label: float(item.held(Rounding())) for item in items},
+        },
     )
 
 
@@ -105,21 +108,12 @@ def layer_gathered(job: JobSpec) -> int:
     return sum(gathered_numel(job, k) for k in kinds(job) if k.role in ("layer", "expert"))
 
 
-def head_gathered(job: JobSpec) -> int:
-    return sum(gathered_numel(job, kind) for kind in kinds(job) if kind.role == "head")
-
-
 def rope_bytes(job: JobSpec, levers: Levers, stage: int) -> int:
     """``seq_len`` x (cos and sin of ``head_dim``) in fp32, for each layer or for all of a stage
     together (models/common/rope.py, ``CosSinRoPE``, whose ``max_seq_len`` the trainer sets to the
     sequence's)."""
     one = job.seq_len * 2 * job.shape.head_dim * FP32
     return one * (1 if levers.shared_rope_cache else layers_of_stage(job, stage))
-
-
-def boundaries(job: JobSpec, stage: int) -> int:
-    """Layer inputs that a stage keeps: one a layer and a microbatch in flight."""
-    return layers_of_stage(job, stage) * _in_flight(job, stage)
 
 
 def _in_flight(job: JobSpec, stage: int) -> int:
@@ -194,7 +188,8 @@ def sharded_state(job: JobSpec, levers: Levers, mine: list[Held]) -> dict[str, f
 def _boundaries_on_gpu(job: JobSpec, levers: Levers, stage: int) -> float:
     """All; with offload what stays (the last layer's, and what the pool has no room for), the one
     on its way out or in, and the one in use."""
-    count, one = boundaries(job, stage), activations.boundary_bytes(job)
+    count = layers_of_stage(job, stage) * _in_flight(job, stage)
+    one = activations.boundary_bytes(job)
     if offloads(job, levers):
         return float(min(count, count - _offloaded(job, levers, stage) + 2) * one)
     kept = activations.selective_bytes(job) if job.checkpointing == "selective" else 0
@@ -220,7 +215,8 @@ def _moments(job: JobSpec, levers: Levers, rank: int) -> dict[str, dict[str, flo
             "gathered weights and prefetch": weights + _copied_shards(job, place),
             "gradients being reduced": accumulated + behind,
             "recomputation": activations.attention_bytes(job) + activations.mlp_bytes(job),
-            "MoE buffers": _moe_bytes(job, levers),
+            "MoE buffers": activations.routed_bytes(job, levers)
+            + activations.combine_bytes(job, levers),
         },
         "reduction": {
             "gathered weights and prefetch": weights,
@@ -229,7 +225,7 @@ def _moments(job: JobSpec, levers: Levers, rank: int) -> dict[str, dict[str, flo
         "optimizer": _optimizer_moment(job, levers, rank),
     }
     if stage == job.layout.pp - 1:
-        head = head_gathered(job)
+        head = sum(gathered_numel(job, kind) for kind in kinds(job) if kind.role == "head")
         chunk = activations.tokens(job) * job.layout.tp // job.loss_chunks
         hidden = activations.tokens(job) * job.shape.hidden
         held_weights = weights if job.layout.pp > 1 else BF16 * head
@@ -262,10 +258,6 @@ def _unsharded(job: JobSpec, levers: Levers, stage: int) -> tuple[float, float]:
     return float(BF16 * layer * layers * (2 if held_twice else 1)), 0.0
 
 
-def _moe_bytes(job: JobSpec, levers: Levers) -> int:
-    return activations.routed_bytes(job, levers) + activations.combine_bytes(job, levers)
-
-
 def _copied_shards(job: JobSpec, place: Place) -> float:
     """One layer's offloaded shards on their way from the host: FSDP2 casts them on the GPU."""
     if not job.cpu_offload or job.shape.layers < LAYERS_GATHERED:
@@ -295,19 +287,3 @@ def _muon_buffers(job: JobSpec, cluster: Cluster, levers: Levers, rank: int) -> 
 def _largest_batch(job: JobSpec, levers: Levers, rank: int) -> int:
     mine = shards(job, levers, held(job, Place.of(job, rank)))
     return host.largest_batch(mine, streamed=muon.streams(job, levers))
-
-
-def _host(
-    job: JobSpec, cluster: Cluster, levers: Levers, stage: int, mine: list[Held]
-) -> dict[str, float]:
-    items = on_host(job, levers, stage).items(shards(job, levers, mine))
-    rounding = Rounding()
-    return {
-        "process": cluster.host.base_gib * GIB,
-        **{item.label: float(item.held(rounding)) for item in items},
-    }
-
-
-def gathered_bytes(job: JobSpec, kind: Kind) -> int:
-    """One parameter of ``kind`` as FSDP gathers it, in bf16."""
-    return BF16 * gathered_numel(job, kind)

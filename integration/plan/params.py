@@ -1,27 +1,28 @@
 """The parameters by kind, and the share of each that a rank holds."""
 
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Literal
 
 from integration.jobs.spec import JobSpec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Kind:
     """Parameters of one name in all layers.
 
-    ``matrices`` is the number of experts in an expert stack, else 1. ``tp`` says along which
-    dimension of a matrix tensor parallelism cuts it; an expert stack is cut by ep instead.
+    ``tp`` says along which dimension of a matrix tensor parallelism cuts it; an expert stack, of as
+    many ``matrices`` as experts, is cut by ep instead.
     """
 
     name: str
-    matrices: int
     rows: int
     columns: int
     role: Literal["embedding", "head", "layer", "expert"]
     tp: Literal["rows", "columns"] | None = None
     muon: bool = False
+    matrices: int = 1
 
     @property
     def numel(self) -> int:
@@ -34,54 +35,27 @@ def kinds(job: JobSpec) -> tuple[Kind, ...]:
     hidden, wide = shape.hidden, shape.heads * shape.head_dim
     shared = shape.expert_hidden * shape.shared_experts
     qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-
-    def layer(name: str, rows: int, columns: int, tp=None, *, muon: bool = True) -> Kind:
-        return Kind(
-            name=name, matrices=1, rows=rows, columns=columns, role="layer", tp=tp, muon=muon
-        )
-
-    def expert(name: str, rows: int, columns: int) -> Kind:
-        return Kind(
-            name=f"moe.routed_experts.inner_experts.{name}",
-            matrices=shape.experts,
-            rows=rows,
-            columns=columns,
-            role="expert",
-            muon=True,
-        )
-
+    layer = partial(Kind, role="layer", muon=True)
+    expert = partial(Kind, role="expert", muon=True, matrices=shape.experts)
+    experts = "moe.routed_experts.inner_experts"
     shared_kinds = (
-        layer("moe.shared_experts.w1.weight", shared, hidden, "rows"),
-        layer("moe.shared_experts.w2.weight", hidden, shared, "columns"),
-        layer("moe.shared_experts.w3.weight", shared, hidden, "rows"),
+        layer("moe.shared_experts.w1.weight", shared, hidden, tp="rows"),
+        layer("moe.shared_experts.w2.weight", hidden, shared, tp="columns"),
+        layer("moe.shared_experts.w3.weight", shared, hidden, tp="rows"),
     )
     return (
-        Kind(
-            name="tok_embeddings.weight",
-            matrices=1,
-            rows=shape.vocab,
-            columns=hidden,
-            role="embedding",
-            tp="rows",
-        ),
-        layer("attention.qkv_linear.wqkv.weight", qkv, hidden, "rows"),
-        layer("attention.wo.weight", hidden, wide, "columns"),
-        expert("w1_EFD", shape.expert_hidden, hidden),
-        expert("w2_EDF", hidden, shape.expert_hidden),
-        expert("w3_EFD", shape.expert_hidden, hidden),
-        layer("moe.router.gate.weight", shape.experts, hidden, muon=False),
+        Kind("tok_embeddings.weight", shape.vocab, hidden, "embedding", tp="rows"),
+        layer("attention.qkv_linear.wqkv.weight", qkv, hidden, tp="rows"),
+        layer("attention.wo.weight", hidden, wide, tp="columns"),
+        expert(f"{experts}.w1_EFD", shape.expert_hidden, hidden),
+        expert(f"{experts}.w2_EDF", hidden, shape.expert_hidden),
+        expert(f"{experts}.w3_EFD", shape.expert_hidden, hidden),
+        Kind("moe.router.gate.weight", shape.experts, hidden, "layer"),
         *(shared_kinds if shape.shared_experts else ()),
-        layer("attention_norm.weight", hidden, 1, muon=False),
-        layer("ffn_norm.weight", hidden, 1, muon=False),
-        Kind(name="norm.weight", matrices=1, rows=hidden, columns=1, role="head"),
-        Kind(
-            name="lm_head.weight",
-            matrices=1,
-            rows=shape.vocab,
-            columns=hidden,
-            role="head",
-            tp="rows",
-        ),
+        Kind("attention_norm.weight", hidden, 1, "layer"),
+        Kind("ffn_norm.weight", hidden, 1, "layer"),
+        Kind("norm.weight", hidden, 1, "head"),
+        Kind("lm_head.weight", shape.vocab, hidden, "head", tp="rows"),
     )
 
 

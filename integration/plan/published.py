@@ -83,10 +83,10 @@ def figures(plan: Plan) -> list[Figure]:
         Figure(
             name="RoPE caches before / after",
             published=74.0,
-            planned=rope_bytes(job, Levers.none(), 0) / rope_bytes(job, Levers(), 0),
+            planned=rope_bytes(job, Levers.of(()), 0) / rope_bytes(job, Levers(), 0),
             unit="",
             tolerance=0.0,
-            why=f"{rope_bytes(job, Levers.none(), 0) / GIB:.2f} GiB to "
+            why=f"{rope_bytes(job, Levers.of(()), 0) / GIB:.2f} GiB to "
             f"{rope_bytes(job, Levers(), 0) / GIB * 1024:.0f} MiB",
         ),
         Figure(

@@ -41,7 +41,7 @@ def show(
 
 
 def memory_table(plan: Plan) -> Table:
-    table = _table(
+    table = table_of(
         "memory (GiB)", f"rank {plan.rank.rank}", f"worst rank ({plan.worst.rank})", "there"
     )
     for where, limit in (
@@ -66,7 +66,7 @@ def traffic_table(plan: Plan) -> Table:
         traffic.TO_DEVICE: f"{cluster.host_link.name} in",
         traffic.TO_HOST: f"{cluster.host_link.name} out",
     }
-    table = _table("GB a step and GPU", *names.values())
+    table = table_of("GB a step and GPU", *names.values())
     rows = traffic.table(plan.flows)
     for cause, links in rows.items():
         table.add_row(cause, *(_gb(links[link]) for link in names))
@@ -77,7 +77,7 @@ def traffic_table(plan: Plan) -> Table:
 
 
 def time_table(plan: Plan) -> Table:
-    table = _table("phase", "seconds", "bound by", "busy beside it")
+    table = table_of("phase", "seconds", "bound by", "busy beside it")
     for phase in plan.time.phases:
         others = sorted(phase.busy.items(), key=lambda item: -item[1])
         beside = ", ".join(f"{n} {s:.2f}" for n, s in others if s >= 0.005 and n != phase.binds)
@@ -95,7 +95,7 @@ def time_table(plan: Plan) -> Table:
 
 
 def changes_table(changes: list[Change]) -> Table:
-    table = _table("without it", "GPU GiB", "host GiB", "network GB", "seconds a step")
+    table = table_of("without it", "GPU GiB", "host GiB", "network GB", "seconds a step")
     for change in changes:
         cells = (change.hbm / GIB, change.host / GIB, change.network / GIGA, change.seconds)
         table.add_row(change.name, *(_signed(value) for value in cells))
@@ -103,7 +103,7 @@ def changes_table(changes: list[Change]) -> Table:
 
 
 def figures_table(figures: list[Figure]) -> Table:
-    table = _table("against the published run", "published", "plan", "differs", "because")
+    table = table_of("against the published run", "published", "plan", "differs", "because")
     for figure in figures:
         mark = "" if figure.agrees else "[red]"
         table.add_row(
@@ -116,12 +116,16 @@ def figures_table(figures: list[Figure]) -> Table:
     return table
 
 
-def _table(title: str, *columns: str) -> Table:
+# Columns of text; numbers stand at the right.
+_TEXT = ("bound by", "busy beside it", "because", "mesh", "placements", "operator", "axis", "of")
+
+
+def table_of(title: str, *columns: str) -> Table:
+    """Return an empty table whose first column is headed ``title``."""
     table = Table(show_edge=False, pad_edge=False, title_justify="left")
     table.add_column(title)
     for column in columns:
-        text = column in ("bound by", "busy beside it", "because")
-        table.add_column(column, justify="left" if text else "right")
+        table.add_column(column, justify="left" if column in _TEXT else "right")
     return table
 
 

@@ -96,8 +96,8 @@ def step(job: JobSpec, cluster: Cluster, levers: Levers, flows: list[Flow], rank
     attention_back = attention_backward_seconds(attention, cluster)
     backward = 2 * (products + head) + attention_back + again + moves_back
     phases = (
-        _phase(job, cluster, levers, flows, place, "forward", forward),
-        _phase(job, cluster, levers, flows, place, "backward", backward),
+        _phase(job, cluster, flows, place, "forward", forward),
+        _phase(job, cluster, flows, place, "backward", backward),
         Phase(name="gradient norm", busy=norm_seconds(job, cluster, levers, rank)),
         Phase(name="optimizer", busy=optimizer_seconds(job, cluster, levers, rank)),
     )
@@ -244,17 +244,12 @@ FORWARD_SHARE = {
     traffic.EXPERTS: 1 / 3,
     traffic.TENSOR: 1 / 3,
     traffic.PIPELINE: 1 / 2,
+    traffic.UNSHARD: 1 / 2,
 }
 
 
 def _phase(
-    job: JobSpec,
-    cluster: Cluster,
-    levers: Levers,
-    flows: list[Flow],
-    place: Place,
-    name: str,
-    compute: float,
+    job: JobSpec, cluster: Cluster, flows: list[Flow], place: Place, name: str, compute: float
 ) -> Phase:
     """Return a pass over the layers.
 
@@ -263,7 +258,7 @@ def _phase(
     waits for the gather of the next layer, and that for the copies of its offloaded weights, dense
     ones last (seen in traces of two H200s; in forward these are copied first).
     """
-    mine = [(flow, _share(flow, job, levers, place, forward=name == "forward")) for flow in flows]
+    mine = [(flow, _share(flow, forward=name == "forward")) for flow in flows]
     link = cluster.host_link
     rates = {
         traffic.NETWORK: cluster.network.gb_s,
@@ -309,12 +304,10 @@ def _latency(job: JobSpec, cluster: Cluster) -> float:
     return hops * cluster.network.latency_us * 1e-6
 
 
-def _share(flow: Flow, job: JobSpec, levers: Levers, place: Place, *, forward: bool) -> float:
+def _share(flow: Flow, *, forward: bool) -> float:
     if flow.cause in (traffic.MUON, traffic.OPTIMIZER):
         return 0.0  # the optimizer's own phase
     share = FORWARD_SHARE.get(flow.cause, 0.0)
-    if flow.cause == traffic.UNSHARD:
-        share = 0.5
     if flow.cause == traffic.OFFLOAD:
-        share = 1.0 if flow.link == traffic.TO_HOST else 0.0
+        share = float(flow.link == traffic.TO_HOST)
     return share if forward else 1.0 - share

@@ -13,12 +13,24 @@ from integration.jobs.spec import JobSpec
 from integration.plan import activations, muon
 from integration.plan.activations import BF16, FP32
 from integration.plan.levers import Levers, uses_muon
-from integration.plan.memory import gathered_bytes, offloads
-from integration.plan.params import Kind, Place, counts, held, kinds, layers_of_stage
+from integration.plan.memory import offloads
+from integration.plan.params import (
+    Kind,
+    Place,
+    counts,
+    gathered_numel,
+    held,
+    kinds,
+    layers_of_stage,
+)
 from integration.plan.topology import Axis, axes
 
 NODE, NETWORK, TO_DEVICE, TO_HOST = "node", "network", "to device", "to host"
 LINKS = (NETWORK, NODE, TO_DEVICE, TO_HOST)
+# How often a layer's exchanges run: forward, backward and recomputation in either policy. Selective
+# checkpointing saves ``all_to_all_single``, and the default backend exchanges tokens by the list
+# form (spmd_types/_collectives.py).
+PASSES = 3
 
 GATHER_FORWARD = "all-gather, forward"
 GATHER_BACKWARD = "all-gather, backward"
@@ -96,7 +108,7 @@ def _weights(job: JobSpec, levers: Levers, mesh: dict[str, Axis], stage: int) ->
     for kind in kinds(job):
         axis = mesh["efsdp" if kind.role == "expert" else "dp_shard"]
         part = "experts" if kind.role == "expert" else "dense"
-        full = count[kind.role] * gathered_bytes(job, kind)
+        full = count[kind.role] * BF16 * gathered_numel(job, kind)
         forward, backward = gathers(job, levers, kind)
         # Summed over microbatches before, but for the head, whose last chunk reduces.
         reduced = activations.microbatches(job) if kind.role == "head" else 1
@@ -116,15 +128,6 @@ def _replicas(job: JobSpec, mesh: dict[str, Axis], place: Place) -> list[Flow]:
     return _both(REPLICAS, "dense", (node, network))
 
 
-def passes(job: JobSpec) -> int:
-    """How often a layer's exchanges run: forward, backward, and recomputation in either policy.
-
-    Selective checkpointing saves ``all_to_all_single``, and the default backend exchanges tokens
-    by the list form (spmd_types/_collectives.py): they run again as well.
-    """
-    return 3
-
-
 def _activations(job: JobSpec, mesh: dict[str, Axis], stage: int) -> list[Flow]:
     """Tokens to experts and back; sequence shards to heads and back; stages to their neighbours.
 
@@ -137,12 +140,12 @@ def _activations(job: JobSpec, mesh: dict[str, Axis], stage: int) -> list[Flow]:
     t, micro = activations.tokens(job), activations.microbatches(job)
     hidden = BF16 * t * shape.hidden * micro
     found = []
-    exchanged = 2.0 * passes(job) * layers * shape.top_k * hidden
+    exchanged = 2.0 * PASSES * layers * shape.top_k * hidden
     found += _both(EXPERTS, "activations", mesh["ep"].all_to_all(exchanged))
     tp = mesh["tp"]
     a_layer = 2 * (2 if shape.shared_experts else 1)
     ends = 2 * (int(stage == 0) + int(stage == job.layout.pp - 1))
-    collectives = passes(job) * layers * a_layer + ends
+    collectives = PASSES * layers * a_layer + ends
     found += _both(TENSOR, "activations", tp.gather(float(collectives * hidden * tp.degree)))
     if job.layout.pp > 1:
         neighbours = int(stage > 0) + int(stage < job.layout.pp - 1)

@@ -16,7 +16,8 @@ from integration.jobs import catalog
 from integration.jobs import cluster as clusters
 from integration.jobs.cluster import Cluster, Variable
 from integration.patchset import overlay
-from integration.slurm import fit
+from integration.plan import plan
+from integration.plan.levers import Levers
 from integration.slurm.script import SCRIPT_FILE, Script
 from integration.train import launch, options
 from integration.train.launch import Launch
@@ -164,14 +165,30 @@ def _for_sbatch() -> dict[str, str]:
 
 
 def _check_fit(request: Request, cluster: Cluster, ranks: int, names: list[str] | None) -> None:
-    doubt = fit.check(
-        catalog.find(request.config).on(ranks),
-        cluster,
-        names=names,
-        own_layout=own_layout(request.options),
+    """Refuse a job that cannot run; warn of one that does not fit by its plan.
+
+    A plan may be wrong, and TorchTitan's options change sizes: what does not fit is only said. A
+    layout of the user's own is TorchTitan's to judge. A cluster whose file says nothing of its
+    hardware is not planned.
+    """
+    job = catalog.find(request.config).on(ranks)
+    own = own_layout(request.options)
+    if not own:
+        job.check()
+    if cluster.hardware is None:
+        return
+    plan.check(job, cluster)
+    levers = Levers.of(names)
+    if own or not (too_large := plan.make(job, cluster, levers).too_large):
+        return
+    named = cluster.name if cluster.known else cluster.file
+    command = [f"integration plan {job.name} --cluster {named} --ranks {job.ranks}"]
+    command += [f"--without {name}" for name in levers.off()]
+    print(
+        f"warning: {job.name} does not fit by its plan, which leaves TorchTitan's options out: "
+        f"{', '.join(too_large)}; see: {' '.join(command)}",
+        file=sys.stderr,
     )
-    if doubt:
-        print(f"warning: {doubt}", file=sys.stderr)
 
 
 def _script(

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from integration.dryrun.live import LiveBytes
+from integration.dryrun.recorder import LiveBytes
 from integration.ground.paths import REPO
 
 # Rank 1 of 4. fp32: 4 B. A process of its own, as a process group is the process's.

@@ -2,8 +2,7 @@
 
 import pytest
 
-from integration.dryrun.compare import Pair
-from integration.dryrun.result import complaint
+from integration.dryrun.compare import Pair, complaint
 from integration.tests.dryrun.runs import dryrun
 
 

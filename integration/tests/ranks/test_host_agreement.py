@@ -27,7 +27,7 @@ RANKS = {job.name: sorted({0, job.ranks - 1}) for job in JOBS}
 # Imports are slow, and a process has one process group: each rank is a fork.
 CODE = """
 import json, os, sys
-from integration.dryrun import memory
+from integration.dryrun import built
 from integration.dryrun.trainer import DryTrainer
 from integration.jobs import catalog
 
@@ -37,7 +37,7 @@ class Enough(BaseException):
 def write(job, rank, path):
     def parallelised(parts, config):
         with open(path, "w") as file:
-            json.dump(memory.host(parts, config, rank, job.ranks), file)
+            json.dump(built.host(parts, config, rank, job.ranks), file)
         raise Enough
     try:
         DryTrainer(job, rank, parallelised)
