@@ -1,6 +1,6 @@
 """Prove that every patch stands alone and that all of them stand together."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from pathlib import Path
@@ -15,8 +15,15 @@ from integration.patchset.lint import lint
 from integration.patchset.patch import Contribution, pristine_paths
 from integration.patchset.pins import Pin, sha256
 
+Reader = Callable[[Pin, Iterable[str]], scratch.Files]
 
-def check(root: Path | None = None) -> list[Finding]:
+
+def installed(pin: Pin, wanted: Iterable[str]) -> scratch.Files:
+    """Return the pristine files of ``pin`` among ``wanted`` that are installed."""
+    return scratch.read(pin.site(), wanted)
+
+
+def check(pristine_of: Reader = installed) -> list[Finding]:
     """Return everything that is wrong; an empty list proves that
 
     - series and files name the same patches, and every header field is there and well formed;
@@ -25,26 +32,24 @@ def check(root: Path | None = None) -> list[Finding]:
       the same result, the full set applies, and comes off again;
     - ``export(import(p)) == p`` byte for byte, for every patch p.
     """
-    root = root or paths.REPO
-    pins = pins_module.load(root)
-    contributions, findings = repository.scan(root)
+    pins = pins_module.load()
+    contributions, findings = repository.scan()
     complete = not findings  # what an unreadable patch touches is not known
     listed = [
         name
         for upstream in pins
-        for _, name in repository.read_series(root / "patches" / upstream / "series")
+        for _, name in repository.read_series(paths.patches_of(upstream) / "series")
     ]
     findings += lint(contributions, pins, listed)
     usable = _closed(contributions)
     for upstream, pin in pins.items():
         mine = [c for c in contributions if c.upstream == upstream]
         try:
-            site = pin.site()
+            pristine = pristine_of(pin, scratch.touched(mine) | set(pin.files))
         except UserError as error:
             findings.append(_not_installed(pin, error))
             continue
-        findings += _hashes(pin, site, mine, complete)
-        pristine = scratch.read(site, scratch.touched(mine))
+        findings += _hashes(pin, pristine, mine, complete)
         sound = [c for c in mine if c.name in usable]
         findings += _applies(sound, usable, pristine)
         findings += round_trip(sound, pristine, set(usable))
@@ -66,7 +71,7 @@ def _not_installed(pin: Pin, error: UserError) -> Finding:
     message, _, command = str(error).rpartition(": run ")
     return Finding(
         patch="(all)",
-        file="patches/pins.toml",
+        file=pin.stated,
         line=None,
         expected=f"{pin.package} {pin.version} installed",
         found=message.partition(", found ")[2] or message,
@@ -76,7 +81,7 @@ def _not_installed(pin: Pin, error: UserError) -> Finding:
 
 
 def _hashes(
-    pin: Pin, site: Path, contributions: Sequence[Contribution], complete: bool
+    pin: Pin, pristine: scratch.Files, contributions: Sequence[Contribution], complete: bool
 ) -> list[Finding]:
     findings = []
     wanted = pristine_paths(contributions)
@@ -86,7 +91,7 @@ def _hashes(
         patch = touching.get(path, "(none)")
         findings.append(Finding(patch, path, None, expected, found, verdict, next))
 
-    for path, expected, found in pin.changed(site):
+    for path, expected, found in pin.changed(pristine):
         report(
             path,
             f"sha256 {expected}",
@@ -95,13 +100,13 @@ def _hashes(
             pins_module.reinstall(pin),
         )
     for path in sorted(set(touching) - set(pin.files)):
-        file = site / path
-        digest = sha256(file.read_bytes()) if file.is_file() else "?"
-        add = f'add `"{path}" = "{digest}"` under [{pin.upstream}.files] of patches/pins.toml'
-        if not file.is_file():
+        there = path in pristine
+        digest = sha256(pristine[path]) if there else "?"
+        add = f'add `"{path}" = "{digest}"` under [{pin.upstream}.files] of {pin.stated}'
+        if not there:
             add = "integration patches import, mend the commit, integration patches export"
-        verdict = "not pinned" if file.is_file() else "surroundings changed"
-        expected = "its sha256 in patches/pins.toml" if file.is_file() else "a file of the pin"
+        verdict = "not pinned" if there else "surroundings changed"
+        expected = f"its sha256 in {pin.stated}" if there else "a file of the pin"
         report(path, expected, "none", verdict, add)
     for path in sorted(set(pin.files) - set(touching)) if complete else ():
         report(
@@ -109,7 +114,7 @@ def _hashes(
             "hashes of touched files alone",
             "no patch touches it",
             "pinned in vain",
-            f"remove its line under [{pin.upstream}.files] of patches/pins.toml",
+            f"remove its line under [{pin.upstream}.files] of {pin.stated}",
         )
     return findings
 
@@ -252,10 +257,9 @@ def round_trip(
 def _not_imported(contributions: Sequence[Contribution], complaint: str) -> Finding:
     named = [c for c in contributions if c.subject in complaint or c.name in complaint.split()]
     patch = named[0] if named else None
-    where = f"{patch.upstream}/{patch.name}.patch" if patch else contributions[0].upstream
     return Finding(
         patch=patch.name if patch else "(full set)",
-        file=f"patches/{where}",
+        file=patch.shown if patch else Path(contributions[0].shown).parent.as_posix(),
         line=None,
         expected="patches that can be imported and exported",
         found=complaint.splitlines()[0],
@@ -271,7 +275,7 @@ def _difference(contribution: Contribution, exported: bytes) -> Finding:
     line, (found, expected) = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
     return Finding(
         patch=contribution.name,
-        file=f"patches/{contribution.upstream}/{contribution.name}.patch",
+        file=contribution.shown,
         line=line,
         expected=f"`{expected}`, what export writes",
         found=f"`{found}`",

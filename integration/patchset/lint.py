@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 
+from integration.ground import paths
 from integration.ground.errors import nearest
 from integration.patchset.finding import Finding
 from integration.patchset.patch import Contribution, Trailer
@@ -49,19 +50,20 @@ def lint(
         findings += _on_main(contribution, pins[contribution.upstream])
         findings += _requires(contribution, contributions, order, names)
         findings += _tests(contribution)
-        findings += evidence(contribution)
+        if paths.patches_dir() == paths.PATCHES:  # nothing is measured on upstreams to come
+            findings += evidence(contribution)
         findings += _paths(contribution, pins[contribution.upstream])
     return findings
 
 
 def _reporter(contribution: Contribution) -> Callable[..., Finding]:
-    shown = f"patches/{contribution.upstream}/{contribution.name}.patch"
-
     def report(
         line: int | None, expected: str, found: str, verdict: str, next: str | None = None
     ) -> Finding:
         mend = "integration patches import, `git commit --amend` or rebase, then export"
-        return Finding(contribution.name, shown, line, expected, found, verdict, next or mend)
+        return Finding(
+            contribution.name, contribution.shown, line, expected, found, verdict, next or mend
+        )
 
     return report
 
@@ -132,6 +134,7 @@ def _requires(
 ) -> Iterator[Finding]:
     report = _reporter(contribution)
     known = {c.name: c for c in contributions}
+    series = f"{contribution.shown.rpartition('/')[0]}/series"
     for name in contribution.requires:
         line = _line_of(contribution, "Requires", name)
         if name not in names:
@@ -148,10 +151,10 @@ def _requires(
         ):
             yield report(
                 line,
-                f"{name} before {contribution.name} in patches/{contribution.upstream}/series",
+                f"{name} before {contribution.name} in {series}",
                 "after",
                 "wrong order",
-                f"move {name} up in patches/{contribution.upstream}/series",
+                f"move {name} up in {series}",
             )
 
 

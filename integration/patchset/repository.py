@@ -22,7 +22,7 @@ def read_series(path: Path) -> list[tuple[int, str]]:
     return [(number, name) for number, name in stripped if name]
 
 
-def scan(root: Path | None = None) -> tuple[tuple[Contribution, ...], list[Finding]]:
+def scan() -> tuple[tuple[Contribution, ...], list[Finding]]:
     """Read every patch that can be read, and say what is wrong with the others.
 
     Series and files must name the same patches, once each; a name is unique across upstreams, as
@@ -31,14 +31,14 @@ def scan(root: Path | None = None) -> tuple[tuple[Contribution, ...], list[Findi
     Raises:
         UserError: git has given the patches the line ends of another system.
     """
-    root = root or paths.REPO
     contributions: list[Contribution] = []
     findings: list[Finding] = []
     seen: dict[str, str] = {}
-    for upstream in pins_module.load(root):
-        folder = root / "patches" / upstream
+    for upstream in pins_module.load():
+        folder = paths.patches_of(upstream)
         series = folder / "series"
-        shown = f"patches/{upstream}/series"
+        place = folder.relative_to(paths.REPO).as_posix()
+        shown = f"{place}/series"
         for line, name in read_series(series):
             file = folder / f"{name}.patch"
             if name in seen:
@@ -61,35 +61,34 @@ def scan(root: Path | None = None) -> tuple[tuple[Contribution, ...], list[Findi
                         patch=name,
                         file=shown,
                         line=line,
-                        expected=f"a file patches/{upstream}/{name}.patch",
+                        expected=f"a file {place}/{name}.patch",
                         found="no such file",
                         verdict="missing",
-                        next=f"git checkout patches/{upstream}/{name}.patch, or remove the line",
+                        next=f"git checkout {place}/{name}.patch, or remove the line",
                     )
                 )
                 continue
             data = file.read_bytes()
             if data.partition(b"\n")[0].endswith(b"\r"):
-                raise _crlf(root, file)
+                raise _crlf(file)
             try:
                 contributions.append(parse(name, upstream, file, data))
             except MalformedPatchError as error:
                 findings.append(
                     Finding(
                         patch=name,
-                        file=f"patches/{upstream}/{name}.patch",
+                        file=f"{place}/{name}.patch",
                         line=error.line,
                         expected=error.expected,
                         found=error.found,
                         verdict="malformed",
-                        next=f"git checkout patches/{upstream}/{name}.patch; "
-                        "edit by import and export",
+                        next=f"git checkout {place}/{name}.patch; edit by import and export",
                     )
                 )
         findings += [
             Finding(
                 patch=file.stem,
-                file=f"patches/{upstream}/{file.name}",
+                file=f"{place}/{file.name}",
                 line=None,
                 expected=f"its name in {shown}",
                 found="not listed",
@@ -102,7 +101,8 @@ def scan(root: Path | None = None) -> tuple[tuple[Contribution, ...], list[Findi
     return tuple(contributions), findings
 
 
-def _crlf(root: Path, file: Path) -> UserError:
+def _crlf(file: Path) -> UserError:
+    root = paths.REPO
     return UserError(
         f"expected LF at the ends of the lines of {file.relative_to(root)}, found CRLF, which git "
         f"puts there where core.autocrlf is true; hashes and hunks cannot fit: run `git -C {root} "
@@ -110,9 +110,9 @@ def _crlf(root: Path, file: Path) -> UserError:
     )
 
 
-def load(root: Path | None = None) -> tuple[Contribution, ...]:
+def load() -> tuple[Contribution, ...]:
     """Return every contribution in series order, pytorch's first; refuse a broken repository."""
-    contributions, findings = scan(root)
+    contributions, findings = scan()
     if findings:
         more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
         raise UserError(

@@ -122,7 +122,7 @@ def explain(
         findings.append(
             Finding(
                 patch=contribution.name,
-                file=f"patches/{contribution.upstream}/{contribution.name}.patch",
+                file=contribution.shown,
                 line=None,
                 expected="a patch that git applies",
                 found=complaint.splitlines()[0],

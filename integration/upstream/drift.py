@@ -13,6 +13,7 @@ from integration.patchset import git, repository, scratch
 from integration.patchset.finding import Finding
 from integration.patchset.patch import Contribution, strip_prefix
 from integration.upstream.newer import Newer
+from integration.upstream.newer import pristine as pristine_files
 
 
 class Verdict(StrEnum):
@@ -61,7 +62,7 @@ def drift(contributions: Sequence[Contribution], newer: Mapping[str, Newer]) -> 
     for upstream, other in newer.items():
         mine = [c for c in contributions if c.upstream == upstream]
         files = other.read(scratch.touched(mine))
-        pristine = scratch.read(other.pin.site(), scratch.touched(mine))
+        pristine = pristine_files(other.pin, scratch.touched(mine))
         for contribution in mine:
             required = repository.close(contributions, contribution.requires)
             below = [r for r in required if r.upstream == upstream]
