@@ -1,7 +1,9 @@
 """Prove that every patch stands alone and that all of them stand together."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -44,6 +46,7 @@ def check(pristine_of: Reader = installed) -> list[Finding]:
     usable = _closed(contributions)
     for upstream, pin in pins.items():
         mine = [c for c in contributions if c.upstream == upstream]
+        findings += _outdated(mine)
         try:
             pristine = pristine_of(pin, scratch.touched(mine) | set(pin.files))
         except UserError as error:
@@ -54,6 +57,28 @@ def check(pristine_of: Reader = installed) -> list[Finding]:
         findings += _applies(sound, usable, pristine)
         findings += round_trip(sound, pristine, set(usable))
     return list(dict.fromkeys(findings))
+
+
+def _outdated(contributions: Sequence[Contribution]) -> list[Finding]:
+    """Return the patches for a newer upstream whose originals have changed since their rebase."""
+    findings = []
+    for c in contributions:
+        series = c.path.with_name("series")
+        origin = re.search(
+            rf"^{c.name} +# from ([0-9a-f]{{64}})$", series.read_text(), re.MULTILINE
+        )
+        today = paths.PATCHES / c.upstream / c.path.name
+        found = sha256(today.read_bytes()) if today.is_file() else "no such patch"
+        if origin and found != origin[1]:
+            mend = "integration patches rebase --onto PACKAGE==VERSION --into NAME, as before"
+            told = (
+                f"sha256 {origin[1]} of {c.name} today, as was rebased",
+                found,
+                "outdated",
+                mend,
+            )
+            findings.append(Finding(c.name, c.shown, None, *told))
+    return findings
 
 
 def _closed(contributions: Sequence[Contribution]) -> dict[str, tuple[Contribution, ...]]:
@@ -69,15 +94,10 @@ def _closed(contributions: Sequence[Contribution]) -> dict[str, tuple[Contributi
 
 def _not_installed(pin: Pin, error: UserError) -> Finding:
     message, _, command = str(error).rpartition(": run ")
-    return Finding(
-        patch="(all)",
-        file=pin.stated,
-        line=None,
-        expected=f"{pin.package} {pin.version} installed",
-        found=message.partition(", found ")[2] or message,
-        verdict="wrong version",
-        next=command.strip("`"),
-    )
+    expected = f"{pin.package} {pin.version} installed"
+    found = message.partition(", found ")[2] or message
+    told = (expected, found, "wrong version", command.strip("`"))
+    return Finding("(all)", pin.stated, None, *told)
 
 
 def _hashes(
@@ -147,17 +167,10 @@ def _applies(
         findings += failed
         differing = sorted(p for p in {*back, *pristine} if back.get(p) != pristine.get(p))
         if differing and not failed:
-            findings.append(
-                Finding(
-                    patch="(full set)",
-                    file=differing[0],
-                    line=None,
-                    expected="the pristine file after taking the full set off",
-                    found="another file",
-                    verdict="not reversible",
-                    next="make the hunks' context unambiguous (import, mend, export)",
-                )
-            )
+            expected = "the pristine file after taking the full set off"
+            mend = "make the hunks' context unambiguous (import, mend, export)"
+            told = (expected, "another file", "not reversible", mend)
+            findings.append(Finding("(full set)", differing[0], None, *told))
     return findings
 
 
@@ -174,23 +187,19 @@ def _pair(
     one, failed = scratch.apply(pristine, [*first, *only_second])
     other, failed_too = scratch.apply(pristine, [*second, *only_first])
     findings = [
-        _in_pair(finding, before)
+        replace(
+            finding,
+            patch=f"{finding.patch} after {before.name}",
+            next=f"move the hunks apart, or let {finding.patch} require {before.name}",
+        )
         for found, before in ((failed, left), (failed_too, right))
         for finding in found
     ]
     differing = sorted(path for path in {*one, *other} if one.get(path) != other.get(path))
     if differing and not findings:
-        findings.append(
-            Finding(
-                patch=f"{left.name} + {right.name}",
-                file=differing[0],
-                line=None,
-                expected="the same file in both orders",
-                found="two different ones",
-                verdict="order matters",
-                next=f"move their hunks apart, or let {right.name} require {left.name}",
-            )
-        )
+        mend = f"move their hunks apart, or let {right.name} require {left.name}"
+        told = ("the same file in both orders", "two different ones", "order matters", mend)
+        findings.append(Finding(f"{left.name} + {right.name}", differing[0], None, *told))
     return findings
 
 
@@ -217,18 +226,6 @@ def meetings(contributions: Sequence[Contribution]) -> dict[str, int]:
     return counts
 
 
-def _in_pair(finding: Finding, before: Contribution) -> Finding:
-    return Finding(
-        patch=f"{finding.patch} after {before.name}",
-        file=finding.file,
-        line=finding.line,
-        expected=finding.expected,
-        found=finding.found,
-        verdict=finding.verdict,
-        next=f"move the hunks apart, or let {finding.patch} require {before.name}",
-    )
-
-
 def round_trip(
     contributions: Sequence[Contribution], pristine: scratch.Files, names: set[str]
 ) -> list[Finding]:
@@ -237,7 +234,6 @@ def round_trip(
         return []
     with TemporaryDirectory(prefix="integration-") as temporary:
         folder = Path(temporary) / "checkout"
-        folder.mkdir()
         exchange.create(folder, pristine)
         complaint = exchange.commit_all(folder, exchange.mailbox(contributions, marked=True))
         if complaint:
@@ -257,15 +253,11 @@ def round_trip(
 def _not_imported(contributions: Sequence[Contribution], complaint: str) -> Finding:
     named = [c for c in contributions if c.subject in complaint or c.name in complaint.split()]
     patch = named[0] if named else None
-    return Finding(
-        patch=patch.name if patch else "(full set)",
-        file=patch.shown if patch else Path(contributions[0].shown).parent.as_posix(),
-        line=None,
-        expected="patches that can be imported and exported",
-        found=complaint.splitlines()[0],
-        verdict="does not import",
-        next="mend the findings above first, then run `integration patches check` again",
-    )
+    file = patch.shown if patch else Path(contributions[0].shown).parent.as_posix()
+    expected = "patches that can be imported and exported"
+    mend = "mend the findings above first, then run `integration patches check` again"
+    told = (expected, complaint.splitlines()[0], "does not import", mend)
+    return Finding(patch.name if patch else "(full set)", file, None, *told)
 
 
 def _difference(contribution: Contribution, exported: bytes) -> Finding:
@@ -273,12 +265,6 @@ def _difference(contribution: Contribution, exported: bytes) -> Finding:
     again = exported.decode("utf-8", "replace").split("\n")
     pairs = enumerate(zip([*stored, "end of file"], [*again, "end of file"], strict=False), 1)
     line, (found, expected) = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
-    return Finding(
-        patch=contribution.name,
-        file=contribution.shown,
-        line=line,
-        expected=f"`{expected}`, what export writes",
-        found=f"`{found}`",
-        verdict="not canonical",
-        next="integration patches import, then integration patches export",
-    )
+    mend = "integration patches import, then integration patches export"
+    told = (f"`{expected}`, what export writes", f"`{found}`", "not canonical", mend)
+    return Finding(contribution.name, contribution.shown, line, *told)

@@ -201,15 +201,10 @@ def _tests(contribution: Contribution) -> Iterator[Finding]:
             yield report(_line_of(contribution, "Test"), expected, "no such line", "missing field")
         for number, text in enumerate(test.read_text(encoding="utf-8").split("\n"), 1):
             if re.match(r"\s*(import|from)\s+integration\b", text):
-                yield Finding(
-                    patch=contribution.name,
-                    file=f"{shown}/{file}",
-                    line=number,
-                    expected="a test that moves upstream unchanged",
-                    found=f"`{text.strip()}`",
-                    verdict="not upstreamable",
-                    next="import the patched package alone",
-                )
+                expected = "a test that moves upstream unchanged"
+                mend = "import the patched package alone"
+                told = (expected, f"`{text.strip()}`", "not upstreamable", mend)
+                yield Finding(contribution.name, f"{shown}/{file}", number, *told)
 
 
 def evidence(contribution: Contribution) -> Iterator[Finding]:
@@ -220,14 +215,11 @@ def evidence(contribution: Contribution) -> Iterator[Finding]:
         except (ValueError, KeyError, TypeError) as error:
             measured = f"none ({error!r})"
         if measured != contribution.sha256:
+            shown = file.relative_to(paths.REPO).as_posix()
+            expected = f"patch_sha256 {contribution.sha256}, the stored patch's"
+            mend = "measure again, by the `command` in the file, or delete it"
             yield Finding(
-                patch=contribution.name,
-                file=f"{contribution.upstream}_contrib/{contribution.name}/evidence/{file.name}",
-                line=None,
-                expected=f"patch_sha256 {contribution.sha256}, the stored patch's",
-                found=measured,
-                verdict="stale evidence",
-                next="measure again, by the `command` in the file, or delete it",
+                contribution.name, shown, None, expected, measured, "stale evidence", mend
             )
 
 

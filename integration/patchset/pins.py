@@ -157,15 +157,17 @@ def with_files(
     """Return the text of the pins ``file`` with ``files[upstream]`` as hashes; comments stay.
 
     Args:
-        file: where there is none yet, it becomes today's, of the upstreams in ``files`` alone.
+        file: what it lacks is taken from today's, of the upstreams in ``files`` alone.
         moved: pins at another version than the file's; their ``files`` are not looked at.
     """
     import tomlkit
 
-    source = file if file.is_file() else paths.PATCHES / "pins.toml"
-    document = tomlkit.parse(source.read_text(encoding="utf-8"))
-    for upstream in [u for u in document if source != file and u not in files]:
+    today = tomlkit.parse((paths.PATCHES / "pins.toml").read_text(encoding="utf-8"))
+    document = tomlkit.parse(file.read_text(encoding="utf-8")) if file.is_file() else today
+    for upstream in [u for u in today if document is today and u not in files]:
         del document[upstream]
+    for upstream in [u for u in files if u not in document]:
+        document[upstream] = today[upstream]
     for pin in moved:
         for key in ("version", "tag", "commit"):
             document[pin.upstream][key] = getattr(pin, key)  # pyrefly: ignore[unsupported-operation]

@@ -41,32 +41,18 @@ def scan() -> tuple[tuple[Contribution, ...], list[Finding]]:
         shown = f"{place}/series"
         for line, name in read_series(series):
             file = folder / f"{name}.patch"
+            stored = f"{place}/{name}.patch"
             if name in seen:
-                findings.append(
-                    Finding(
-                        patch=name,
-                        file=shown,
-                        line=line,
-                        expected="a name that is listed once",
-                        found=f"already listed in {seen[name]}",
-                        verdict="duplicate",
-                        next=f"remove the line, or rename one of the patches, in {shown}",
-                    )
-                )
+                found = f"already listed in {seen[name]}"
+                mend = f"remove the line, or rename one of the patches, in {shown}"
+                expected = "a name that is listed once"
+                findings.append(Finding(name, shown, line, expected, found, "duplicate", mend))
                 continue
             seen[name] = f"{shown}:{line}"
             if not file.is_file():
-                findings.append(
-                    Finding(
-                        patch=name,
-                        file=shown,
-                        line=line,
-                        expected=f"a file {place}/{name}.patch",
-                        found="no such file",
-                        verdict="missing",
-                        next=f"git checkout {place}/{name}.patch, or remove the line",
-                    )
-                )
+                mend = f"git checkout {stored}, or remove the line"
+                rest = (f"a file {stored}", "no such file", "missing", mend)
+                findings.append(Finding(name, shown, line, *rest))
                 continue
             data = file.read_bytes()
             if data.partition(b"\n")[0].endswith(b"\r"):
@@ -74,30 +60,15 @@ def scan() -> tuple[tuple[Contribution, ...], list[Finding]]:
             try:
                 contributions.append(parse(name, upstream, file, data))
             except MalformedPatchError as error:
-                findings.append(
-                    Finding(
-                        patch=name,
-                        file=f"{place}/{name}.patch",
-                        line=error.line,
-                        expected=error.expected,
-                        found=error.found,
-                        verdict="malformed",
-                        next=f"git checkout {place}/{name}.patch; edit by import and export",
-                    )
-                )
-        findings += [
-            Finding(
-                patch=file.stem,
-                file=f"{place}/{file.name}",
-                line=None,
-                expected=f"its name in {shown}",
-                found="not listed",
-                verdict="unlisted",
-                next=f"add {file.stem} to {shown}, or delete the file",
-            )
-            for file in sorted(folder.glob("*.patch"))
-            if f"{shown}:" not in seen.get(file.stem, "")
-        ]
+                mend = f"git checkout {stored}; edit by import and export"
+                told = (error.line, error.expected, error.found)
+                findings.append(Finding(name, stored, *told, "malformed", mend))
+        for file in sorted(folder.glob("*.patch")):
+            if f"{shown}:" not in seen.get(file.stem, ""):
+                mend = f"add {file.stem} to {shown}, or delete the file"
+                stored = f"{place}/{file.name}"
+                rest = (f"its name in {shown}", "not listed", "unlisted", mend)
+                findings.append(Finding(file.stem, stored, None, *rest))
     return tuple(contributions), findings
 
 

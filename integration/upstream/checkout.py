@@ -87,19 +87,23 @@ def import_set(folder: Path) -> list[Imported]:
         for upstream, pin in pins.items():
             mine = [c for c in contributions if c.upstream == upstream]
             building = Path(temporary) / upstream
-            building.mkdir()
             pins_module.refuse_changed(pin, pin.site(), pin.files)
             exchange.create(building, sources(pin))
             box = exchange.mailbox(mine, marked=True)
             stopped = exchange.commit_all(building, box, stay=True)
             made.append(Imported(upstream, folder / upstream, stopped))
-            git.run(["config", "user.name", git.NAME], building)
-            git.run(["config", "user.email", git.EMAIL], building)
-            (building / ".git" / "info" / "exclude").write_text("__pycache__/\n")
+            for_people(building)
             _record(building, mine)
         for checkout in made:
             (Path(temporary) / checkout.upstream).rename(checkout.path)
     return made
+
+
+def for_people(checkout: Path) -> None:
+    """Let a person's own git commit there as ours does, without compiled files."""
+    git.run(["config", "user.name", git.NAME], checkout)
+    git.run(["config", "user.email", git.EMAIL], checkout)
+    (checkout / ".git" / "info" / "exclude").write_text("__pycache__/\n")
 
 
 def _record(checkout: Path, contributions: Sequence[Contribution]) -> None:

@@ -6,7 +6,7 @@ that changed the same lines now does what the patch does, only a test can tell: 
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from integration.patchset import git, repository, scratch
@@ -73,7 +73,7 @@ def drift(contributions: Sequence[Contribution], newer: Mapping[str, Newer]) -> 
             result = _judge(contribution, state, pristine, other)
             if first and result.verdict is Verdict.REBASE:
                 detail = f"after {', '.join(first)}, which it requires; {result.detail}"
-                result = _with(contribution, other, Verdict.REBASE, detail, result.findings)
+                result = replace(result, detail=detail)
             found[contribution.name] = result
     return [found[c.name] for c in contributions if c.name in found]
 
@@ -137,15 +137,7 @@ def _to_rebase(finding: Finding, newer: Newer) -> Finding:
     version = newer.shown if newer.url else "VERSION"
     mend = f"integration patches rebase --onto {newer.pin.package}=={version}"
     there = "read the newer file; once its Drop-when test passes there, the patch can go"
-    return Finding(
-        patch=finding.patch,
-        file=finding.file,
-        line=finding.line,
-        expected=finding.expected,
-        found=finding.found,
-        verdict=finding.verdict,
-        next=there if finding.verdict == scratch.PRESENT else mend,
-    )
+    return replace(finding, next=there if finding.verdict == scratch.PRESENT else mend)
 
 
 def _lines_there(

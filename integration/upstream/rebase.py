@@ -168,7 +168,6 @@ def _prepare(
     here: Path, pin: Pin, contributions: Sequence[Contribution], newer: scratch.Files
 ) -> None:
     """Make a repository of the pin's sources, the set on them, and the newer sources beside."""
-    here.mkdir(parents=True)
     pins_module.refuse_changed(pin, pin.site(), pin.files)
     exchange.create(here, checkout.sources(pin))
     complaint = exchange.commit_all(here, exchange.mailbox(contributions, marked=True))
@@ -185,9 +184,7 @@ def _prepare(
         tree = git.run(["write-tree"], files, env=env).text
     arguments = ["commit-tree", tree, "-p", exchange.BASE, "-m", "The newer sources"]
     git.run(["tag", _ONTO, git.run(arguments, here).text], here)
-    git.run(["config", "user.name", git.NAME], here)
-    git.run(["config", "user.email", git.EMAIL], here)
-    (here / ".git" / "info" / "exclude").write_text("__pycache__/\n")
+    checkout.for_people(here)
 
 
 def _rest(here: Path) -> list[str]:
@@ -294,6 +291,12 @@ def _finish(state: dict) -> Done:
                 for path in sorted(pristine_paths(exported))
             }
         said += checkout.changes(into / upstream, stored, exported, new)
+        if (
+            into != paths.PATCHES == used
+        ):  # what each was made of: `check` tells when that has changed
+            origins = {c.name: state["patches"].get(c.name, "a new one") for c in exported}
+            lines = [f"{name}  # from {origin}\n" for name, origin in origins.items()]
+            new[(into / upstream / "series").relative_to(root).as_posix()] = "".join(lines).encode()
     for c in stored if into == paths.PATCHES else ():
         if c.upstream not in onto and set(c.requires) & set(gone):
             head, diff, rest = c.data.decode().partition("\ndiff --git ")

@@ -72,6 +72,15 @@ def test_check_reads_what_is_published(kept: House, capsys: pytest.CaptureFixtur
     assert "`line 999`" in said
 
 
+def test_a_change_of_the_original_is_told(kept: House, capsys: pytest.CaptureFixture[str]) -> None:
+    patch = kept.patch("two")
+    patch.write_text(patch.read_text().replace("Root cause: it was so.", "Root cause: other."))
+    assert verb("patches", "check", "--pins", "next") == 1
+    said = capsys.readouterr().out
+    assert "two: outdated" in said
+    assert "one: outdated" not in said
+
+
 def test_evidence_is_of_todays_set(kept: House, capsys: pytest.CaptureFixture[str]) -> None:
     evidence = kept.root / "pytorch_contrib/one/evidence"
     evidence.mkdir()
@@ -125,6 +134,18 @@ def test_it_becomes_the_set_once_the_other_follows(
         (kept.site / package / f"{stem}.py").write_text(text)
     assert kept.check() == []
     assert "fakebase: 1.0 -> 2.0" not in capsys.readouterr().out  # moved before
+
+
+def test_the_other_half_may_be_kept_beside_too(
+    kept: House, offline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = wheel(offline, "fakeapp", "2.0")
+    words = ("--onto", f"fakeapp=={path}", "--commit", f"fakeapp=={COMMIT}")
+    assert move(*words, "--pins", "next", "--into", "next") == 0
+    assert {pin.version for pin in pins.load().values()} == {"2.0"}
+    assert (kept.root / "patches/next/torchtitan/app.patch").is_file()
+    monkeypatch.setenv("INTEGRATION_PINS", "")
+    assert kept.check() == []
 
 
 def test_a_name_that_is_a_path_is_refused(
