@@ -3,6 +3,7 @@
 Only the module of the verb that is called is imported, so that ``--help`` answers at once.
 """
 
+import argparse
 import errno
 import inspect
 import os
@@ -22,6 +23,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from integration.ground import terminal
 from integration.ground.errors import UserError, nearest
 from integration.ground.options import STDOUT, Verb, debugging
+from integration.ground.options import pins as pins_in_use
 
 ABOUT = "Patches for pinned PyTorch and TorchTitan, their proofs, and the 1T MoE training job."
 # Verb -> the dataclass that holds its options, and what the verb does.
@@ -57,6 +59,11 @@ STYLE = (
     tyro.conf.PositionalMetavarFromFieldName,
 )
 
+# Options of every verb, before or after it; processes that a verb starts inherit them.
+_EVERYWHERE = argparse.ArgumentParser("integration", add_help=False, allow_abbrev=False)
+_EVERYWHERE.add_argument("--debug", action="store_true")
+_EVERYWHERE.add_argument("--pins")
+
 # What the machine refuses, and what mends it.
 REFUSALS = {
     errno.EACCES: "make it accessible to you",
@@ -73,9 +80,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     argv = list(sys.argv[1:] if argv is None else argv)
     split = argv.index("--") if "--" in argv else len(argv)
     ours, rest = argv[:split], argv[split + 1 :]
-    if "--debug" in ours:  # before or after the verb
-        ours.remove("--debug")
+    given, ours = _EVERYWHERE.parse_known_args(ours)
+    if given.debug:
         os.environ["INTEGRATION_DEBUG"] = "1"
+    if given.pins is not None:
+        os.environ["INTEGRATION_PINS"] = given.pins
     try:
         name, words = _verb(ours)
         code = _read(name, words, rest).run()
@@ -124,7 +133,8 @@ def _list(group: str, choices: Sequence[str]) -> None:
         print(f"  {word:9}{GROUPS.get(word) or VERBS[group + word][1]}")
     print(
         f"\n`integration {group}VERB --help` describes a verb. With --debug, a verb shows every "
-        "line\nof output and the stack trace of an error."
+        "line\nof output and the stack trace of an error. With --pins NAME it works on the set for "
+        "newer\nupstreams in patches/NAME."
     )
 
 
@@ -154,7 +164,9 @@ def _read(name: str, words: Sequence[str], rest: Sequence[str]) -> Verb:
         config=STYLE,
         registry=REGISTRY,
     )
-    command = shlex.join(["integration", *name.split(), *words, *(["--", *rest] if rest else [])])
+    pins = ["--pins", pins_in_use()] if pins_in_use() else []
+    rest_of = ["--", *rest] if rest else []
+    command = shlex.join(["integration", *name.split(), *words, *pins, *rest_of])
     given: dict[str, Any] = {"options": tuple(rest), "command": command}
     return replace(found, **{name: value for name, value in given.items() if name in takes})
 

@@ -115,6 +115,8 @@ class Rebase:
     """PACKAGE==VERSION, the newer version, or PACKAGE==PATH of a wheel of it."""
     commit: tuple[str, ...] = ()
     """PACKAGE==SHA, the commit of the version, where no tag tells it."""
+    into: str = ""
+    """Keep the result in this folder below patches/, for --pins, and the set as it is."""
     continue_: Annotated[bool, arg(name="continue")] = False
     """Go on after a conflict has been mended."""
     abort: bool = False
@@ -139,7 +141,7 @@ class Rebase:
             else:
                 pins = pins_module.load()
                 others = newer.parse(self.onto, pins, "--onto")
-                result = rebase.start(others, newer.commits(self.commit, others))
+                result = rebase.start(others, newer.commits(self.commit, others), self.into)
         except KeyboardInterrupt:
             go_on = "--continue`, which takes up what is done, or `--abort`"
             raise UserError(
@@ -186,7 +188,11 @@ def _show_done(done: "Done") -> None:
     print("\n".join(done.said))
     for old, new in done.moved:
         print(f"{old.package}: {old.version} -> {new.version} ({new.tag}, {new.commit[:12]})")
-        _show_naming(old.version)
+        if not done.into:
+            _show_naming(old.version)
+    if done.into:
+        print(f"\nnext      integration patches check --pins {done.into}")
+        return
     package = " ".join(f"{new.package}=={new.version}" for _, new in done.moved)
     shown = ", ".join(f"{new.package} {new.version}" for _, new in done.moved)
     print(

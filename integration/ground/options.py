@@ -50,6 +50,11 @@ def debugging() -> bool:
     return bool(os.environ.get("INTEGRATION_DEBUG"))
 
 
+def pins() -> str:
+    """Return the folder below patches/ that is in use (--pins); empty for today's set."""
+    return os.environ.get("INTEGRATION_PINS", "")
+
+
 def at_least(least: int, options: object, *names: str) -> None:
     """Refuse those fields of ``options`` called ``names`` that are below ``least``, or no number.
 

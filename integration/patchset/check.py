@@ -1,7 +1,9 @@
 """Prove that every patch stands alone and that all of them stand together."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,8 +17,15 @@ from integration.patchset.lint import lint
 from integration.patchset.patch import Contribution, pristine_paths
 from integration.patchset.pins import Pin, sha256
 
+Reader = Callable[[Pin, Iterable[str]], scratch.Files]
 
-def check(root: Path | None = None) -> list[Finding]:
+
+def installed(pin: Pin, wanted: Iterable[str]) -> scratch.Files:
+    """Return the pristine files of ``pin`` among ``wanted`` that are installed."""
+    return scratch.read(pin.site(), wanted)
+
+
+def check(pristine_of: Reader = installed) -> list[Finding]:
     """Return everything that is wrong; an empty list proves that
 
     - series and files name the same patches, and every header field is there and well formed;
@@ -25,30 +34,51 @@ def check(root: Path | None = None) -> list[Finding]:
       the same result, the full set applies, and comes off again;
     - ``export(import(p)) == p`` byte for byte, for every patch p.
     """
-    root = root or paths.REPO
-    pins = pins_module.load(root)
-    contributions, findings = repository.scan(root)
+    pins = pins_module.load()
+    contributions, findings = repository.scan()
     complete = not findings  # what an unreadable patch touches is not known
     listed = [
         name
         for upstream in pins
-        for _, name in repository.read_series(root / "patches" / upstream / "series")
+        for _, name in repository.read_series(paths.patches_of(upstream) / "series")
     ]
     findings += lint(contributions, pins, listed)
     usable = _closed(contributions)
     for upstream, pin in pins.items():
         mine = [c for c in contributions if c.upstream == upstream]
+        findings += _outdated(mine)
         try:
-            site = pin.site()
+            pristine = pristine_of(pin, scratch.touched(mine) | set(pin.files))
         except UserError as error:
             findings.append(_not_installed(pin, error))
             continue
-        findings += _hashes(pin, site, mine, complete)
-        pristine = scratch.read(site, scratch.touched(mine))
+        findings += _hashes(pin, pristine, mine, complete)
         sound = [c for c in mine if c.name in usable]
         findings += _applies(sound, usable, pristine)
         findings += round_trip(sound, pristine, set(usable))
     return list(dict.fromkeys(findings))
+
+
+def _outdated(contributions: Sequence[Contribution]) -> list[Finding]:
+    """Return the patches for a newer upstream whose originals have changed since their rebase."""
+    findings = []
+    for c in contributions:
+        series = c.path.with_name("series")
+        origin = re.search(
+            rf"^{c.name} +# from ([0-9a-f]{{64}})$", series.read_text(), re.MULTILINE
+        )
+        today = paths.PATCHES / c.upstream / c.path.name
+        found = sha256(today.read_bytes()) if today.is_file() else "no such patch"
+        if origin and found != origin[1]:
+            mend = "integration patches rebase --onto PACKAGE==VERSION --into NAME, as before"
+            told = (
+                f"sha256 {origin[1]} of {c.name} today, as was rebased",
+                found,
+                "outdated",
+                mend,
+            )
+            findings.append(Finding(c.name, c.shown, None, *told))
+    return findings
 
 
 def _closed(contributions: Sequence[Contribution]) -> dict[str, tuple[Contribution, ...]]:
@@ -64,19 +94,14 @@ def _closed(contributions: Sequence[Contribution]) -> dict[str, tuple[Contributi
 
 def _not_installed(pin: Pin, error: UserError) -> Finding:
     message, _, command = str(error).rpartition(": run ")
-    return Finding(
-        patch="(all)",
-        file="patches/pins.toml",
-        line=None,
-        expected=f"{pin.package} {pin.version} installed",
-        found=message.partition(", found ")[2] or message,
-        verdict="wrong version",
-        next=command.strip("`"),
-    )
+    expected = f"{pin.package} {pin.version} installed"
+    found = message.partition(", found ")[2] or message
+    told = (expected, found, "wrong version", command.strip("`"))
+    return Finding("(all)", pin.stated, None, *told)
 
 
 def _hashes(
-    pin: Pin, site: Path, contributions: Sequence[Contribution], complete: bool
+    pin: Pin, pristine: scratch.Files, contributions: Sequence[Contribution], complete: bool
 ) -> list[Finding]:
     findings = []
     wanted = pristine_paths(contributions)
@@ -86,7 +111,7 @@ def _hashes(
         patch = touching.get(path, "(none)")
         findings.append(Finding(patch, path, None, expected, found, verdict, next))
 
-    for path, expected, found in pin.changed(site):
+    for path, expected, found in pin.changed(pristine):
         report(
             path,
             f"sha256 {expected}",
@@ -95,13 +120,13 @@ def _hashes(
             pins_module.reinstall(pin),
         )
     for path in sorted(set(touching) - set(pin.files)):
-        file = site / path
-        digest = sha256(file.read_bytes()) if file.is_file() else "?"
-        add = f'add `"{path}" = "{digest}"` under [{pin.upstream}.files] of patches/pins.toml'
-        if not file.is_file():
+        there = path in pristine
+        digest = sha256(pristine[path]) if there else "?"
+        add = f'add `"{path}" = "{digest}"` under [{pin.upstream}.files] of {pin.stated}'
+        if not there:
             add = "integration patches import, mend the commit, integration patches export"
-        verdict = "not pinned" if file.is_file() else "surroundings changed"
-        expected = "its sha256 in patches/pins.toml" if file.is_file() else "a file of the pin"
+        verdict = "not pinned" if there else "surroundings changed"
+        expected = f"its sha256 in {pin.stated}" if there else "a file of the pin"
         report(path, expected, "none", verdict, add)
     for path in sorted(set(pin.files) - set(touching)) if complete else ():
         report(
@@ -109,7 +134,7 @@ def _hashes(
             "hashes of touched files alone",
             "no patch touches it",
             "pinned in vain",
-            f"remove its line under [{pin.upstream}.files] of patches/pins.toml",
+            f"remove its line under [{pin.upstream}.files] of {pin.stated}",
         )
     return findings
 
@@ -142,17 +167,10 @@ def _applies(
         findings += failed
         differing = sorted(p for p in {*back, *pristine} if back.get(p) != pristine.get(p))
         if differing and not failed:
-            findings.append(
-                Finding(
-                    patch="(full set)",
-                    file=differing[0],
-                    line=None,
-                    expected="the pristine file after taking the full set off",
-                    found="another file",
-                    verdict="not reversible",
-                    next="make the hunks' context unambiguous (import, mend, export)",
-                )
-            )
+            expected = "the pristine file after taking the full set off"
+            mend = "make the hunks' context unambiguous (import, mend, export)"
+            told = (expected, "another file", "not reversible", mend)
+            findings.append(Finding("(full set)", differing[0], None, *told))
     return findings
 
 
@@ -169,23 +187,19 @@ def _pair(
     one, failed = scratch.apply(pristine, [*first, *only_second])
     other, failed_too = scratch.apply(pristine, [*second, *only_first])
     findings = [
-        _in_pair(finding, before)
+        replace(
+            finding,
+            patch=f"{finding.patch} after {before.name}",
+            next=f"move the hunks apart, or let {finding.patch} require {before.name}",
+        )
         for found, before in ((failed, left), (failed_too, right))
         for finding in found
     ]
     differing = sorted(path for path in {*one, *other} if one.get(path) != other.get(path))
     if differing and not findings:
-        findings.append(
-            Finding(
-                patch=f"{left.name} + {right.name}",
-                file=differing[0],
-                line=None,
-                expected="the same file in both orders",
-                found="two different ones",
-                verdict="order matters",
-                next=f"move their hunks apart, or let {right.name} require {left.name}",
-            )
-        )
+        mend = f"move their hunks apart, or let {right.name} require {left.name}"
+        told = ("the same file in both orders", "two different ones", "order matters", mend)
+        findings.append(Finding(f"{left.name} + {right.name}", differing[0], None, *told))
     return findings
 
 
@@ -212,18 +226,6 @@ def meetings(contributions: Sequence[Contribution]) -> dict[str, int]:
     return counts
 
 
-def _in_pair(finding: Finding, before: Contribution) -> Finding:
-    return Finding(
-        patch=f"{finding.patch} after {before.name}",
-        file=finding.file,
-        line=finding.line,
-        expected=finding.expected,
-        found=finding.found,
-        verdict=finding.verdict,
-        next=f"move the hunks apart, or let {finding.patch} require {before.name}",
-    )
-
-
 def round_trip(
     contributions: Sequence[Contribution], pristine: scratch.Files, names: set[str]
 ) -> list[Finding]:
@@ -232,7 +234,6 @@ def round_trip(
         return []
     with TemporaryDirectory(prefix="integration-") as temporary:
         folder = Path(temporary) / "checkout"
-        folder.mkdir()
         exchange.create(folder, pristine)
         complaint = exchange.commit_all(folder, exchange.mailbox(contributions, marked=True))
         if complaint:
@@ -252,16 +253,11 @@ def round_trip(
 def _not_imported(contributions: Sequence[Contribution], complaint: str) -> Finding:
     named = [c for c in contributions if c.subject in complaint or c.name in complaint.split()]
     patch = named[0] if named else None
-    where = f"{patch.upstream}/{patch.name}.patch" if patch else contributions[0].upstream
-    return Finding(
-        patch=patch.name if patch else "(full set)",
-        file=f"patches/{where}",
-        line=None,
-        expected="patches that can be imported and exported",
-        found=complaint.splitlines()[0],
-        verdict="does not import",
-        next="mend the findings above first, then run `integration patches check` again",
-    )
+    file = patch.shown if patch else Path(contributions[0].shown).parent.as_posix()
+    expected = "patches that can be imported and exported"
+    mend = "mend the findings above first, then run `integration patches check` again"
+    told = (expected, complaint.splitlines()[0], "does not import", mend)
+    return Finding(patch.name if patch else "(full set)", file, None, *told)
 
 
 def _difference(contribution: Contribution, exported: bytes) -> Finding:
@@ -269,12 +265,6 @@ def _difference(contribution: Contribution, exported: bytes) -> Finding:
     again = exported.decode("utf-8", "replace").split("\n")
     pairs = enumerate(zip([*stored, "end of file"], [*again, "end of file"], strict=False), 1)
     line, (found, expected) = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
-    return Finding(
-        patch=contribution.name,
-        file=f"patches/{contribution.upstream}/{contribution.name}.patch",
-        line=line,
-        expected=f"`{expected}`, what export writes",
-        found=f"`{found}`",
-        verdict="not canonical",
-        next="integration patches import, then integration patches export",
-    )
+    mend = "integration patches import, then integration patches export"
+    told = (f"`{expected}`, what export writes", f"`{found}`", "not canonical", mend)
+    return Finding(contribution.name, contribution.shown, line, *told)

@@ -54,6 +54,7 @@ class _Commit:
 
 def create(folder: Path, files: scratch.Files) -> None:
     """Make ``folder`` a git repository whose one commit holds ``files``, tagged as the base."""
+    folder.mkdir(parents=True, exist_ok=True)
     scratch.write(folder, files)
     git.run(["init", "--quiet"], folder)
     # `#` begins lines of the message that name an issue; git would drop them from an edited one.

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 
+from integration.ground import paths
 from integration.ground.errors import nearest
 from integration.patchset.finding import Finding
 from integration.patchset.patch import Contribution, Trailer
@@ -49,19 +50,20 @@ def lint(
         findings += _on_main(contribution, pins[contribution.upstream])
         findings += _requires(contribution, contributions, order, names)
         findings += _tests(contribution)
-        findings += evidence(contribution)
+        if paths.patches_dir() == paths.PATCHES:  # nothing is measured on upstreams to come
+            findings += evidence(contribution)
         findings += _paths(contribution, pins[contribution.upstream])
     return findings
 
 
 def _reporter(contribution: Contribution) -> Callable[..., Finding]:
-    shown = f"patches/{contribution.upstream}/{contribution.name}.patch"
-
     def report(
         line: int | None, expected: str, found: str, verdict: str, next: str | None = None
     ) -> Finding:
         mend = "integration patches import, `git commit --amend` or rebase, then export"
-        return Finding(contribution.name, shown, line, expected, found, verdict, next or mend)
+        return Finding(
+            contribution.name, contribution.shown, line, expected, found, verdict, next or mend
+        )
 
     return report
 
@@ -132,6 +134,7 @@ def _requires(
 ) -> Iterator[Finding]:
     report = _reporter(contribution)
     known = {c.name: c for c in contributions}
+    series = f"{contribution.shown.rpartition('/')[0]}/series"
     for name in contribution.requires:
         line = _line_of(contribution, "Requires", name)
         if name not in names:
@@ -148,10 +151,10 @@ def _requires(
         ):
             yield report(
                 line,
-                f"{name} before {contribution.name} in patches/{contribution.upstream}/series",
+                f"{name} before {contribution.name} in {series}",
                 "after",
                 "wrong order",
-                f"move {name} up in patches/{contribution.upstream}/series",
+                f"move {name} up in {series}",
             )
 
 
@@ -198,15 +201,10 @@ def _tests(contribution: Contribution) -> Iterator[Finding]:
             yield report(_line_of(contribution, "Test"), expected, "no such line", "missing field")
         for number, text in enumerate(test.read_text(encoding="utf-8").split("\n"), 1):
             if re.match(r"\s*(import|from)\s+integration\b", text):
-                yield Finding(
-                    patch=contribution.name,
-                    file=f"{shown}/{file}",
-                    line=number,
-                    expected="a test that moves upstream unchanged",
-                    found=f"`{text.strip()}`",
-                    verdict="not upstreamable",
-                    next="import the patched package alone",
-                )
+                expected = "a test that moves upstream unchanged"
+                mend = "import the patched package alone"
+                told = (expected, f"`{text.strip()}`", "not upstreamable", mend)
+                yield Finding(contribution.name, f"{shown}/{file}", number, *told)
 
 
 def evidence(contribution: Contribution) -> Iterator[Finding]:
@@ -217,14 +215,11 @@ def evidence(contribution: Contribution) -> Iterator[Finding]:
         except (ValueError, KeyError, TypeError) as error:
             measured = f"none ({error!r})"
         if measured != contribution.sha256:
+            shown = file.relative_to(paths.REPO).as_posix()
+            expected = f"patch_sha256 {contribution.sha256}, the stored patch's"
+            mend = "measure again, by the `command` in the file, or delete it"
             yield Finding(
-                patch=contribution.name,
-                file=f"{contribution.upstream}_contrib/{contribution.name}/evidence/{file.name}",
-                line=None,
-                expected=f"patch_sha256 {contribution.sha256}, the stored patch's",
-                found=measured,
-                verdict="stale evidence",
-                next="measure again, by the `command` in the file, or delete it",
+                contribution.name, shown, None, expected, measured, "stale evidence", mend
             )
 
 

@@ -177,7 +177,7 @@ def _refuse_unknown(pin: Pin, site: Path, chosen: Sequence[Contribution]) -> Non
     unpinned = sorted(wanted - set(pin.files))
     if unpinned:
         raise UserError(
-            f"expected the sha256 of {unpinned[0]} in patches/pins.toml, as a patch touches it, "
+            f"expected the sha256 of {unpinned[0]} in {pin.stated}, as a patch touches it, "
             f"found none; nothing would notice a changed file: run `integration patches check`, "
             f"which prints the line to add"
         )

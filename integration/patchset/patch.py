@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from integration.ground import paths
 from integration.patchset.pins import sha256
 
 if TYPE_CHECKING:
@@ -62,7 +63,12 @@ class Contribution:
     @property
     def folder(self) -> Path:
         """Where the contribution's tests, benchmark and evidence are."""
-        return self.path.parents[2] / f"{self.upstream}_contrib" / self.name
+        return paths.REPO / f"{self.upstream}_contrib" / self.name
+
+    @property
+    def shown(self) -> str:
+        """The path of the patch below the repository's root."""
+        return self.path.relative_to(paths.REPO).as_posix()
 
     def values(self, key: str) -> tuple[str, ...]:
         """Return the values of every trailer ``key``."""

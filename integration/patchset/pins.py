@@ -25,7 +25,8 @@ class Pin:
     """One upstream at one version.
 
     ``package`` is both the distribution's name on PyPI and the folder it installs. ``files`` maps
-    a path below site-packages (``torch/nn/init.py``) to the pristine file's sha256.
+    a path below site-packages (``torch/nn/init.py``) to the pristine file's sha256; ``stated`` is
+    the file that says so, below the repository's root.
     """
 
     upstream: str
@@ -35,6 +36,7 @@ class Pin:
     tag: str
     commit: str
     files: Mapping[str, str] = field(default_factory=dict)
+    stated: str = "patches/pins.toml"
 
     def __post_init__(self) -> None:
         for key in _KEYS:
@@ -54,7 +56,7 @@ class Pin:
         has the package but not its metadata, so this finds the pristine files all the same.
         """
         command = f"{sys.executable} -m pip install {self.package}=={self.version}"
-        expected = f"expected {self.package} {self.version} (patches/pins.toml)"
+        expected = f"expected {self.package} {self.version} ({self.stated})"
         try:
             distribution = importlib.metadata.distribution(self.package)
         except importlib.metadata.PackageNotFoundError:
@@ -84,15 +86,10 @@ class Pin:
         """Return the address of a change of this upstream: a commit's SHA, or its own URL."""
         return change if change.startswith("https://") else f"{self.repository}/commit/{change}"
 
-    def changed(self, site: Path) -> list[tuple[str, str, str]]:
-        """Return ``(path, expected, found)`` for each touched file that is not pristine."""
-        result = []
-        for path, expected in sorted(self.files.items()):
-            file = site / path
-            found = sha256(file.read_bytes()) if file.is_file() else "no such file"
-            if found != expected:
-                result.append((path, expected, found))
-        return result
+    def changed(self, files: Mapping[str, bytes]) -> list[tuple[str, str, str]]:
+        """Return ``(path, expected, found)`` for each pinned file that is not pristine."""
+        found = {p: sha256(files[p]) if p in files else "no such file" for p in self.files}
+        return [(p, h, found[p]) for p, h in sorted(self.files.items()) if found[p] != h]
 
 
 def _on_pythonpath(site: Path) -> bool:
@@ -103,7 +100,8 @@ def _on_pythonpath(site: Path) -> bool:
 def refuse_changed(pin: Pin, site: Path, touched: Iterable[str]) -> None:
     """Refuse when one of the ``touched`` files is not the pristine one."""
     wanted = set(touched)
-    changed = [item for item in pin.changed(site) if item[0] in wanted]
+    files = {p: (site / p).read_bytes() for p in wanted if (site / p).is_file()}
+    changed = [item for item in pin.changed(files) if item[0] in wanted]
     if changed:
         path, expected, found = changed[0]
         more = f" and {len(changed) - 1} more files" if len(changed) > 1 else ""
@@ -121,15 +119,20 @@ def reinstall(pin: Pin) -> str:
     )
 
 
-def load(root: Path | None = None) -> dict[str, Pin]:
-    """Read ``patches/pins.toml``: upstream name to pin, in the file's order (pytorch first)."""
-    path = pins_file(root)
+def load() -> dict[str, Pin]:
+    """Return upstream name to pin, pytorch first: today's, or newer ones where those are in use."""
+    folders = dict.fromkeys((paths.PATCHES, paths.patches_dir()))
+    return {name: pin for folder in folders for name, pin in _read(folder / "pins.toml").items()}
+
+
+def _read(path: Path) -> dict[str, Pin]:
+    stated = path.relative_to(paths.REPO).as_posix()
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(
             f"expected the pinned versions in {path}, could not read them ({error}); nothing can "
-            f"be applied: restore it with `git checkout patches/pins.toml`"
+            f"be applied: restore it with `git checkout {stated}`"
         ) from None
     pins = {}
     for upstream, table in document.items():
@@ -141,23 +144,30 @@ def load(root: Path | None = None) -> dict[str, Pin]:
             )
         values = {key: table.get(key) for key in _KEYS}
         try:
-            pins[upstream] = Pin(upstream=upstream, **values, files=dict(table.get("files", {})))
+            files = dict(table.get("files", {}))
+            pins[upstream] = Pin(upstream=upstream, **values, files=files, stated=stated)
         except ValueError as error:
             raise UserError(f"{path}: [{upstream}]: {error}") from None
     return pins
 
 
 def with_files(
-    files: Mapping[str, Mapping[str, str]], root: Path | None = None, moved: Iterable[Pin] = ()
+    files: Mapping[str, Mapping[str, str]], file: Path, moved: Iterable[Pin] = ()
 ) -> str:
-    """Return the text of pins.toml with ``files[upstream]`` as its hashes; comments stay.
+    """Return the text of the pins ``file`` with ``files[upstream]`` as hashes; comments stay.
 
     Args:
+        file: what it lacks is taken from today's, of the upstreams in ``files`` alone.
         moved: pins at another version than the file's; their ``files`` are not looked at.
     """
     import tomlkit
 
-    document = tomlkit.parse(pins_file(root).read_text(encoding="utf-8"))
+    today = tomlkit.parse((paths.PATCHES / "pins.toml").read_text(encoding="utf-8"))
+    document = tomlkit.parse(file.read_text(encoding="utf-8")) if file.is_file() else today
+    for upstream in [u for u in today if document is today and u not in files]:
+        del document[upstream]
+    for upstream in [u for u in files if u not in document]:
+        document[upstream] = today[upstream]
     for pin in moved:
         for key in ("version", "tag", "commit"):
             document[pin.upstream][key] = getattr(pin, key)  # pyrefly: ignore[unsupported-operation]
@@ -170,8 +180,3 @@ def with_files(
         for path in sorted(hashes):
             table[path] = hashes[path]  # pyrefly: ignore[unsupported-operation]
     return tomlkit.dumps(document)
-
-
-def pins_file(root: Path | None = None) -> Path:
-    """Return where the pins of the repository at ``root`` (this one by default) are kept."""
-    return (root or paths.REPO) / "patches" / "pins.toml"

@@ -22,7 +22,7 @@ def read_series(path: Path) -> list[tuple[int, str]]:
     return [(number, name) for number, name in stripped if name]
 
 
-def scan(root: Path | None = None) -> tuple[tuple[Contribution, ...], list[Finding]]:
+def scan() -> tuple[tuple[Contribution, ...], list[Finding]]:
     """Read every patch that can be read, and say what is wrong with the others.
 
     Series and files must name the same patches, once each; a name is unique across upstreams, as
@@ -31,78 +31,49 @@ def scan(root: Path | None = None) -> tuple[tuple[Contribution, ...], list[Findi
     Raises:
         UserError: git has given the patches the line ends of another system.
     """
-    root = root or paths.REPO
     contributions: list[Contribution] = []
     findings: list[Finding] = []
     seen: dict[str, str] = {}
-    for upstream in pins_module.load(root):
-        folder = root / "patches" / upstream
+    for upstream in pins_module.load():
+        folder = paths.patches_of(upstream)
         series = folder / "series"
-        shown = f"patches/{upstream}/series"
+        place = folder.relative_to(paths.REPO).as_posix()
+        shown = f"{place}/series"
         for line, name in read_series(series):
             file = folder / f"{name}.patch"
+            stored = f"{place}/{name}.patch"
             if name in seen:
-                findings.append(
-                    Finding(
-                        patch=name,
-                        file=shown,
-                        line=line,
-                        expected="a name that is listed once",
-                        found=f"already listed in {seen[name]}",
-                        verdict="duplicate",
-                        next=f"remove the line, or rename one of the patches, in {shown}",
-                    )
-                )
+                found = f"already listed in {seen[name]}"
+                mend = f"remove the line, or rename one of the patches, in {shown}"
+                expected = "a name that is listed once"
+                findings.append(Finding(name, shown, line, expected, found, "duplicate", mend))
                 continue
             seen[name] = f"{shown}:{line}"
             if not file.is_file():
-                findings.append(
-                    Finding(
-                        patch=name,
-                        file=shown,
-                        line=line,
-                        expected=f"a file patches/{upstream}/{name}.patch",
-                        found="no such file",
-                        verdict="missing",
-                        next=f"git checkout patches/{upstream}/{name}.patch, or remove the line",
-                    )
-                )
+                mend = f"git checkout {stored}, or remove the line"
+                rest = (f"a file {stored}", "no such file", "missing", mend)
+                findings.append(Finding(name, shown, line, *rest))
                 continue
             data = file.read_bytes()
             if data.partition(b"\n")[0].endswith(b"\r"):
-                raise _crlf(root, file)
+                raise _crlf(file)
             try:
                 contributions.append(parse(name, upstream, file, data))
             except MalformedPatchError as error:
-                findings.append(
-                    Finding(
-                        patch=name,
-                        file=f"patches/{upstream}/{name}.patch",
-                        line=error.line,
-                        expected=error.expected,
-                        found=error.found,
-                        verdict="malformed",
-                        next=f"git checkout patches/{upstream}/{name}.patch; "
-                        "edit by import and export",
-                    )
-                )
-        findings += [
-            Finding(
-                patch=file.stem,
-                file=f"patches/{upstream}/{file.name}",
-                line=None,
-                expected=f"its name in {shown}",
-                found="not listed",
-                verdict="unlisted",
-                next=f"add {file.stem} to {shown}, or delete the file",
-            )
-            for file in sorted(folder.glob("*.patch"))
-            if f"{shown}:" not in seen.get(file.stem, "")
-        ]
+                mend = f"git checkout {stored}; edit by import and export"
+                told = (error.line, error.expected, error.found)
+                findings.append(Finding(name, stored, *told, "malformed", mend))
+        for file in sorted(folder.glob("*.patch")):
+            if f"{shown}:" not in seen.get(file.stem, ""):
+                mend = f"add {file.stem} to {shown}, or delete the file"
+                stored = f"{place}/{file.name}"
+                rest = (f"its name in {shown}", "not listed", "unlisted", mend)
+                findings.append(Finding(file.stem, stored, None, *rest))
     return tuple(contributions), findings
 
 
-def _crlf(root: Path, file: Path) -> UserError:
+def _crlf(file: Path) -> UserError:
+    root = paths.REPO
     return UserError(
         f"expected LF at the ends of the lines of {file.relative_to(root)}, found CRLF, which git "
         f"puts there where core.autocrlf is true; hashes and hunks cannot fit: run `git -C {root} "
@@ -110,9 +81,9 @@ def _crlf(root: Path, file: Path) -> UserError:
     )
 
 
-def load(root: Path | None = None) -> tuple[Contribution, ...]:
+def load() -> tuple[Contribution, ...]:
     """Return every contribution in series order, pytorch's first; refuse a broken repository."""
-    contributions, findings = scan(root)
+    contributions, findings = scan()
     if findings:
         more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
         raise UserError(

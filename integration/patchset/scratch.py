@@ -81,17 +81,8 @@ def explain(
         def report(
             line: int | None, expected: str, found: str, verdict: str, path: str = path
         ) -> None:
-            findings.append(
-                Finding(
-                    patch=contribution.name,
-                    file=path,
-                    line=line,
-                    expected=expected,
-                    found=found,
-                    verdict=verdict,
-                    next=_NEXT[verdict],
-                )
-            )
+            place = (contribution.name, path, line)
+            findings.append(Finding(*place, expected, found, verdict, _NEXT[verdict]))
 
         if old == "/dev/null":
             if current is not None:
@@ -119,17 +110,9 @@ def explain(
             line, expected, found = _mismatch(text, before, start)
             report(line, f"`{expected}`", f"`{found}`", "surroundings changed")
     if not findings:  # each hunk fits alone, but git refused them together (order, mode, encoding)
-        findings.append(
-            Finding(
-                patch=contribution.name,
-                file=f"patches/{contribution.upstream}/{contribution.name}.patch",
-                line=None,
-                expected="a patch that git applies",
-                found=complaint.splitlines()[0],
-                verdict="does not apply",
-                next=_NEXT["does not apply"],
-            )
-        )
+        told = ("a patch that git applies", complaint.splitlines()[0], "does not apply")
+        mend = _NEXT["does not apply"]
+        findings.append(Finding(contribution.name, contribution.shown, None, *told, mend))
     return findings
 
 

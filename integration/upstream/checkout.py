@@ -87,19 +87,23 @@ def import_set(folder: Path) -> list[Imported]:
         for upstream, pin in pins.items():
             mine = [c for c in contributions if c.upstream == upstream]
             building = Path(temporary) / upstream
-            building.mkdir()
             pins_module.refuse_changed(pin, pin.site(), pin.files)
             exchange.create(building, sources(pin))
             box = exchange.mailbox(mine, marked=True)
             stopped = exchange.commit_all(building, box, stay=True)
             made.append(Imported(upstream, folder / upstream, stopped))
-            git.run(["config", "user.name", git.NAME], building)
-            git.run(["config", "user.email", git.EMAIL], building)
-            (building / ".git" / "info" / "exclude").write_text("__pycache__/\n")
+            for_people(building)
             _record(building, mine)
         for checkout in made:
             (Path(temporary) / checkout.upstream).rename(checkout.path)
     return made
+
+
+def for_people(checkout: Path) -> None:
+    """Let a person's own git commit there as ours does, without compiled files."""
+    git.run(["config", "user.name", git.NAME], checkout)
+    git.run(["config", "user.email", git.EMAIL], checkout)
+    (checkout / ".git" / "info" / "exclude").write_text("__pycache__/\n")
 
 
 def _record(checkout: Path, contributions: Sequence[Contribution]) -> None:
@@ -117,7 +121,6 @@ def export_set(folder: Path) -> list[str]:
         One line for each patch that is new, changed, removed or unchanged; then, one for each that
         has changed, what that means for its evidence.
     """
-    root = paths.REPO
     pins = pins_module.load()
     held = [upstream for upstream in pins if (folder / upstream / ".git").is_dir()]
     if not held:
@@ -135,30 +138,30 @@ def export_set(folder: Path) -> list[str]:
 
     new: dict[str, bytes | None] = {}
     said: list[str] = []
-    hashes: dict[str, Mapping[str, str]] = {}
+    hashes: dict[str, dict[str, Mapping[str, str]]] = {}  # by the file that they go into
     exported: dict[str, list[Contribution]] = {}
     for upstream in held:
         mine = {commit.name for commit in line[upstream]}
         items = exchange.export(folder / upstream, elsewhere=sorted(names - mine))
-        exported[upstream] = [
-            parse(item.name, upstream, _file(root, upstream, item.name), item.data)
-            for item in items
-        ]
-        hashes[upstream] = hashes_of(pins[upstream], exported[upstream])
-        said += changes(upstream, stored, exported[upstream], new)
-        series = root / "patches" / upstream / "series"
-        new[f"{upstream}/series"] = series_text(series, [item.name for item in items])
-    new["pins.toml"] = pins_module.with_files(hashes).encode()
-    files = {f"patches/{path}": data for path, data in new.items()}
-    evidence, told = reword.carry(root, stored, [c for mine in exported.values() for c in mine])
-    replace_all(root, {**files, **evidence})
+        place = paths.patches_of(upstream)
+        exported[upstream] = parsed(items, upstream, place)
+        said += changes(place, stored, exported[upstream], new)
+        hashes.setdefault(pins[upstream].stated, {})[upstream] = hashes_of(
+            pins[upstream], exported[upstream]
+        )
+    for stated, of in hashes.items():
+        new[stated] = pins_module.with_files(of, paths.REPO / stated).encode()
+    every = [c for mine in exported.values() for c in mine]
+    evidence, told = reword.carry(paths.REPO, stored, every)
+    replace_all(paths.REPO, {**new, **evidence})
     for upstream in held:
         _record(folder / upstream, exported[upstream])
     return said + told
 
 
-def _file(root: Path, upstream: str, name: str) -> Path:
-    return root / "patches" / upstream / f"{name}.patch"
+def parsed(items: Sequence[exchange.Exported], upstream: str, place: Path) -> list[Contribution]:
+    """Return the contributions that ``items`` are once they are stored in ``place``."""
+    return [parse(item.name, upstream, place / f"{item.name}.patch", item.data) for item in items]
 
 
 def refuse_unfinished(checkout: Path) -> None:
@@ -186,12 +189,13 @@ def _refuse_newer(checkout: Path, upstream: str, stored: Sequence[Contribution])
         recorded = None
     now = {c.name: c.sha256 for c in stored if c.upstream == upstream}
     if recorded != now:
+        place = paths.patches_of(upstream).relative_to(paths.REPO).as_posix()
         differing = sorted(
             n for n in {*now, *(recorded or {})} if (recorded or {}).get(n) != now.get(n)
         )
         raise UserError(
             f"expected the patches that {checkout} was made from, found {', '.join(differing)} "
-            f"changed in patches/{upstream} since; they would be overwritten: import into another "
+            f"changed in {place} since; they would be overwritten: import into another "
             f"folder and carry your commits over with `git fetch` and `git cherry-pick`"
         )
 
@@ -202,22 +206,26 @@ def hashes_of(pin: Pin, contributions: Sequence[Contribution]) -> dict[str, str]
 
 
 def changes(
-    upstream: str,
+    place: Path,
     stored: Sequence[Contribution],
     exported: Sequence[Contribution],
     new: dict[str, bytes | None],
 ) -> list[str]:
-    """Put what is to be written below patches/ into ``new``; return a line a patch."""
+    """Put patches and series of ``place``, patches/pytorch say, into ``new``, by their paths below
+    the repository's root; return a line a patch.
+    """
+    upstream, shown = place.name, place.relative_to(paths.REPO).as_posix()
     before = {c.name: c.data for c in stored if c.upstream == upstream}
     said = []
     for c in exported:
         old = before.pop(c.name, None)
         verdict = "new" if old is None else "unchanged" if old == c.data else "changed"
         said.append(f"{upstream}/{c.name}: {verdict}")
-        new[f"{upstream}/{c.name}.patch"] = c.data
+        new[c.shown] = c.data
     for name in before:
         said.append(f"{upstream}/{name}: removed, as its commit is gone")
-        new[f"{upstream}/{name}.patch"] = None
+        new[f"{shown}/{name}.patch"] = None
+    new[f"{shown}/series"] = series_text(place / "series", [c.name for c in exported])
     return said
 
 

@@ -6,13 +6,14 @@ that changed the same lines now does what the patch does, only a test can tell: 
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from integration.patchset import git, repository, scratch
 from integration.patchset.finding import Finding
 from integration.patchset.patch import Contribution, strip_prefix
 from integration.upstream.newer import Newer
+from integration.upstream.newer import pristine as pristine_files
 
 
 class Verdict(StrEnum):
@@ -61,7 +62,7 @@ def drift(contributions: Sequence[Contribution], newer: Mapping[str, Newer]) -> 
     for upstream, other in newer.items():
         mine = [c for c in contributions if c.upstream == upstream]
         files = other.read(scratch.touched(mine))
-        pristine = scratch.read(other.pin.site(), scratch.touched(mine))
+        pristine = pristine_files(other.pin, scratch.touched(mine))
         for contribution in mine:
             required = repository.close(contributions, contribution.requires)
             below = [r for r in required if r.upstream == upstream]
@@ -72,7 +73,7 @@ def drift(contributions: Sequence[Contribution], newer: Mapping[str, Newer]) -> 
             result = _judge(contribution, state, pristine, other)
             if first and result.verdict is Verdict.REBASE:
                 detail = f"after {', '.join(first)}, which it requires; {result.detail}"
-                result = _with(contribution, other, Verdict.REBASE, detail, result.findings)
+                result = replace(result, detail=detail)
             found[contribution.name] = result
     return [found[c.name] for c in contributions if c.name in found]
 
@@ -136,15 +137,7 @@ def _to_rebase(finding: Finding, newer: Newer) -> Finding:
     version = newer.shown if newer.url else "VERSION"
     mend = f"integration patches rebase --onto {newer.pin.package}=={version}"
     there = "read the newer file; once its Drop-when test passes there, the patch can go"
-    return Finding(
-        patch=finding.patch,
-        file=finding.file,
-        line=finding.line,
-        expected=finding.expected,
-        found=finding.found,
-        verdict=finding.verdict,
-        next=there if finding.verdict == scratch.PRESENT else mend,
-    )
+    return replace(finding, next=there if finding.verdict == scratch.PRESENT else mend)
 
 
 def _lines_there(

@@ -40,12 +40,9 @@ def drop(name: str) -> Path:
             exit_code=1,
         )
     left = [c for c in contributions if c.upstream == contribution.upstream and c.name != name]
-    place = f"patches/{contribution.upstream}"
-    series = paths.REPO / place / "series"
-    new[f"{place}/{name}.patch"] = None
-    new[f"{place}/series"] = checkout.series_text(series, [c.name for c in left])
+    checkout.changes(contribution.path.parent, contributions, left, new)
     hashes = {contribution.upstream: checkout.hashes_of(pin, left)}
-    new["patches/pins.toml"] = pins_module.with_files(hashes).encode()
+    new[pin.stated] = pins_module.with_files(hashes, paths.REPO / pin.stated).encode()
     replace_all(paths.REPO, new)
     return paths.REPO / history.FILE
 

@@ -44,7 +44,7 @@ def retire(gone: Sequence[Contribution], why: Mapping[str, str]) -> dict[str, by
         text += (
             f"- {datetime.date.today().isoformat()} **{c.name}** ({c.upstream}): {c.subject}. "
             f"{why[c.name]}. Upstream: {upstream or 'no link'}. Commit {commit}: "
-            f"`patches/{c.upstream}/{c.name}.patch` (sha256 {c.sha256}), `{folder}/`, "
+            f"`{c.shown}` (sha256 {c.sha256}), `{folder}/`, "
             f"evidence: {', '.join(evidence) or 'none'}.\n"
         )
         files = (f for f in c.folder.rglob("*") if f.is_file())
@@ -54,7 +54,7 @@ def retire(gone: Sequence[Contribution], why: Mapping[str, str]) -> dict[str, by
 
 def _commit_with(gone: Sequence[Contribution]) -> str:
     """Return the commit that holds all of them as they are."""
-    kept = [f"patches/{c.upstream}/{c.name}.patch" for c in gone]
+    kept = [c.shown for c in gone]
     kept += [f"{c.upstream}_contrib/{c.name}" for c in gone]
     status = git.attempt(
         ["status", "--porcelain", "--untracked-files=all", "--", *kept], paths.REPO

@@ -58,6 +58,15 @@ class Newer:
         return {name: self._wheel.read(name) for name in mine}
 
 
+def pristine(pin: Pin, wanted: Iterable[str]) -> scratch.Files:
+    """Return those of ``wanted`` as published: installed, or out of the index's wheel."""
+    try:
+        site = pin.site()
+    except UserError:
+        return _locate(pin, pin.version).read(wanted)
+    return scratch.read(site, wanted)
+
+
 def parse(values: Sequence[str], pins: Mapping[str, Pin], option: str) -> dict[str, Newer]:
     """Read ``torch==2.15.0``, ``torchtitan==PATH`` and the like: upstream to its other version.
 

@@ -2,10 +2,12 @@
 
 The set lies as commits on the pin's sources in a scratch repository an upstream; git rebases them
 onto the newer sources, and stops where a person has to decide. ``patches/`` changes once, when
-every commit is there and has been exported.
+every commit is there and has been exported: the set itself, or the one that is kept beside it for
+an upstream whose other half has not followed yet.
 """
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -18,7 +20,8 @@ from integration.ground.errors import UserError
 from integration.ground.files import replace_all
 from integration.patchset import exchange, git, repository, scratch
 from integration.patchset import pins as pins_module
-from integration.patchset.patch import Contribution, parse, pristine_paths, without_requirements
+from integration.patchset.exchange import Exported
+from integration.patchset.patch import Contribution, pristine_paths, without_requirements
 from integration.patchset.pins import Pin
 from integration.upstream import checkout, history, index
 from integration.upstream.newer import Newer
@@ -46,6 +49,7 @@ class Done:
 
     moved: tuple[tuple[Pin, Pin], ...]  # old, new
     said: tuple[str, ...]  # one line a patch
+    into: str = ""  # the folder below patches/ that keeps it beside the set
 
 
 def folder() -> Path:
@@ -53,12 +57,19 @@ def folder() -> Path:
     return paths.cache_dir() / "rebase"
 
 
-def start(onto: Mapping[str, Newer], commits: Mapping[str, str]) -> Stopped | Done:
+def start(onto: Mapping[str, Newer], commits: Mapping[str, str], into: str = "") -> Stopped | Done:
     """Begin to move the pins of the upstreams in ``onto``.
 
     Args:
+        into: the folder below patches/ that keeps the result; empty for the set itself, which then
+            also takes what a folder in use holds.
         commits: upstream to the commit of its newer version, where neither package nor tag tell.
     """
+    if into and not re.fullmatch(repository.NAME_PATTERN, into):
+        raise UserError(
+            f"expected --into with a name of lower-case letters, digits and underscores, got "
+            f"{into!r}; nothing was done: name it `next`, say"
+        )
     if folder().exists():
         raise UserError(
             f"expected no rebase under way, found one in {folder()}; it would be lost: run "
@@ -75,6 +86,8 @@ def start(onto: Mapping[str, Newer], commits: Mapping[str, str]) -> Stopped | Do
             _prepare(building / upstream, pins[upstream], mine, newer.sources())
         state = {
             "patches": {c.name: c.sha256 for c in contributions},
+            "pins": os.environ.get("INTEGRATION_PINS", ""),
+            "into": into,
             "onto": {u: [pin.version, pin.tag, pin.commit] for u, pin in moved.items()},
         }
         (building / "state.json").write_text(json.dumps(state, indent=2))
@@ -118,7 +131,9 @@ def _state() -> dict:
             "expected a rebase under way, found none; there is nothing to continue or abort: "
             "begin with `integration patches rebase --onto PACKAGE==VERSION`"
         )
-    return json.loads(file.read_text())
+    state = json.loads(file.read_text())
+    os.environ["INTEGRATION_PINS"] = state["pins"]  # the set that it began with
+    return state
 
 
 def _pin_of(newer: Newer, commit: str | None) -> Pin:
@@ -153,7 +168,6 @@ def _prepare(
     here: Path, pin: Pin, contributions: Sequence[Contribution], newer: scratch.Files
 ) -> None:
     """Make a repository of the pin's sources, the set on them, and the newer sources beside."""
-    here.mkdir(parents=True)
     pins_module.refuse_changed(pin, pin.site(), pin.files)
     exchange.create(here, checkout.sources(pin))
     complaint = exchange.commit_all(here, exchange.mailbox(contributions, marked=True))
@@ -170,9 +184,7 @@ def _prepare(
         tree = git.run(["write-tree"], files, env=env).text
     arguments = ["commit-tree", tree, "-p", exchange.BASE, "-m", "The newer sources"]
     git.run(["tag", _ONTO, git.run(arguments, here).text], here)
-    git.run(["config", "user.name", git.NAME], here)
-    git.run(["config", "user.email", git.EMAIL], here)
-    (here / ".git" / "info" / "exclude").write_text("__pycache__/\n")
+    checkout.for_people(here)
 
 
 def _rest(here: Path) -> list[str]:
@@ -239,7 +251,7 @@ def _stopped(upstream: str, here: Path, done: git.Result) -> Stopped:
 
 
 def _finish(state: dict) -> Done:
-    root = paths.REPO
+    root, into = paths.REPO, paths.PATCHES / state["into"]
     stored = repository.load()
     if {c.name: c.sha256 for c in stored} != state["patches"]:
         raise UserError(
@@ -249,47 +261,61 @@ def _finish(state: dict) -> Done:
     pins = pins_module.load()
     onto = state["onto"]
     gone = _emptied(onto, stored)
+    moved = {
+        upstream: replace(pins[upstream], version=version, tag=tag, commit=commit)
+        for upstream, (version, tag, commit) in onto.items()
+    }
     new: dict[str, bytes | None] = {}
+    used = paths.patches_dir()
+    if into == paths.PATCHES != used:  # what is kept beside becomes the set
+        moved = {
+            u: pin for u, pin in pins.items() if root / pin.stated != into / "pins.toml"
+        } | moved
+        new |= {f.relative_to(root).as_posix(): None for f in used.rglob("*") if f.is_file()}
     said: list[str] = []
-    hashes: dict[str, dict[str, str]] = {}
-    for upstream in onto:
+    hashes: dict[str, Mapping[str, str]] = {}
+    for upstream in moved:
+        mine = [Exported(c.name, c.data) for c in stored if c.upstream == upstream]
+        hashes[upstream] = moved[upstream].files
         here = folder() / upstream
-        if gone:
-            exchange.forget(here, gone)
-        mine = [commit.name for commit in exchange.commits(here)]
-        elsewhere = sorted({c.name for c in stored} - set(mine) - set(gone))
-        place = root / "patches" / upstream
-        exported = [
-            parse(item.name, upstream, place / f"{item.name}.patch", item.data)
-            for item in exchange.export(here, elsewhere=elsewhere)
-        ]
-        hashes[upstream] = {
-            path: pins_module.sha256(git.run(["show", f"{exchange.BASE}:{path}"], here).out)
-            for path in sorted(pristine_paths(exported))
-        }
-        said += checkout.changes(upstream, stored, exported, new)
-        new[f"{upstream}/series"] = checkout.series_text(
-            place / "series", [c.name for c in exported]
-        )
-    for c in stored:
+        if upstream in onto:
+            if gone:
+                exchange.forget(here, gone)
+            names = {commit.name for commit in exchange.commits(here)}
+            elsewhere = sorted({c.name for c in stored} - names - set(gone))
+            mine = exchange.export(here, elsewhere=elsewhere)
+        exported = checkout.parsed(mine, upstream, into / upstream)
+        if upstream in onto:
+            hashes[upstream] = {
+                path: pins_module.sha256(git.run(["show", f"{exchange.BASE}:{path}"], here).out)
+                for path in sorted(pristine_paths(exported))
+            }
+        said += checkout.changes(into / upstream, stored, exported, new)
+        if (
+            into != paths.PATCHES == used
+        ):  # what each was made of: `check` tells when that has changed
+            origins = {c.name: state["patches"].get(c.name, "a new one") for c in exported}
+            lines = [f"{name}  # from {origin}\n" for name, origin in origins.items()]
+            new[(into / upstream / "series").relative_to(root).as_posix()] = "".join(lines).encode()
+    for c in stored if into == paths.PATCHES else ():
         if c.upstream not in onto and set(c.requires) & set(gone):
             head, diff, rest = c.data.decode().partition("\ndiff --git ")
-            new[f"{c.upstream}/{c.name}.patch"] = (
+            new[(into / c.upstream / c.path.name).relative_to(root).as_posix()] = (
                 without_requirements(head, gone) + diff + rest
             ).encode()
             said.append(f"{c.upstream}/{c.name}: changed, no longer requires what upstream has")
-    moved = tuple(
-        (pins[u], replace(pins[u], version=version, tag=tag, commit=commit))
-        for u, (version, tag, commit) in onto.items()
-    )
-    new["pins.toml"] = pins_module.with_files(hashes, moved=[pin for _, pin in moved]).encode()
-    at = {pin.upstream: f"{pin.package} {pin.version}" for _, pin in moved}
-    going = [c for c in stored if c.name in gone]
-    why = {c.name: f"Nothing of it was left on {at[c.upstream]}" for c in going}
-    below = {f"patches/{path}": data for path, data in new.items()}
-    replace_all(root, {**below, **history.retire(going, why)})
+    file = into / "pins.toml"
+    text = pins_module.with_files(hashes, file, moved=moved.values())
+    new[file.relative_to(root).as_posix()] = text.encode()
+    if into == paths.PATCHES:
+        at = {pin.upstream: f"{pin.package} {pin.version}" for pin in moved.values()}
+        going = [c for c in stored if c.name in gone]
+        why = {c.name: f"Nothing of it was left on {at[c.upstream]}" for c in going}
+        new |= history.retire(going, why)
+    replace_all(root, new)
     shutil.rmtree(folder())
-    return Done(moved, tuple(said))
+    os.environ["INTEGRATION_PINS"] = state["into"]
+    return Done(tuple((pins[u], pin) for u, pin in moved.items()), tuple(said), state["into"])
 
 
 def _emptied(onto: Mapping[str, object], stored: Sequence[Contribution]) -> list[str]:

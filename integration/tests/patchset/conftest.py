@@ -217,6 +217,7 @@ def isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(home))
     monkeypatch.setenv("INTEGRATION_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("INTEGRATION_PINS", "")  # put back whatever a test sets
     monkeypatch.delenv("PYTHONPATH", raising=False)
 
 

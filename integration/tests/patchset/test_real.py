@@ -50,9 +50,11 @@ def marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Contribution:
         (root / "patches" / upstream / "series").write_text("")
     text = (paths.REPO / "patches/pins.toml").read_text()
     monkeypatch.setattr(paths, "REPO", root)
+    monkeypatch.setattr(paths, "PATCHES", root / "patches")
     (root / "patches/pins.toml").write_text(text)
     hashes = {path: pins.sha256(data) for path, data in files.items()}
-    (root / "patches/pins.toml").write_text(pins.with_files({"pytorch": hashes, "torchtitan": {}}))
+    both = {"pytorch": hashes, "torchtitan": {}}
+    (root / "patches/pins.toml").write_text(pins.with_files(both, root / "patches/pins.toml"))
     with scratch.folder_with(files) as base:
         git.run(["init", "-q"], base)
         git.run(["add", "-A"], base)
