@@ -1,8 +1,11 @@
 """Evidence files: what was measured, on which patch, where, and by which command."""
 
+import gzip
 import os
 import platform
+import re
 import subprocess
+from collections.abc import Mapping
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +37,12 @@ def record(contribution: Contribution, command: str, results: dict) -> dict:
     return captured | {key: value for key, value in results.items() if key not in captured}
 
 
+def unpacked(file: Path) -> bytes:
+    """Return what is in ``file``, decompressed where it is gzipped."""
+    data = file.read_bytes()
+    return gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+
+
 def machine() -> dict[str, str | int]:
     """Describe what figures depend on: GPUs, processor and cores; no names."""
     found: dict[str, str | int] = {
@@ -42,6 +51,15 @@ def machine() -> dict[str, str | int]:
     }
     gpus = look(_gpus, [])
     return found | {"gpus": len(gpus)} | ({"gpu": gpus[0]} if gpus else {})
+
+
+def short(machine: Mapping[str, str | int], gpus: int | None = None) -> str:
+    """Return how a file's name tells the machine: ``cpu``, or ``h200x2`` for two ``gpus`` of it."""
+    if not machine.get("gpus"):
+        return "cpu"
+    model = str(machine["gpu"]).partition(",")[0].lower()
+    words = [word for word in re.split(r"[\s-]+", model) if re.search(r"\d", word)]
+    return f"{words[0] if words else 'gpu'}x{gpus or machine['gpus']}"
 
 
 def _gpus() -> list[str]:
