@@ -35,8 +35,7 @@ from torchtitan.tools.utils import device_type
 
 from integration.ground import files
 from integration.ground.machine import peak_resident_set
-from integration.ladder.layout import RESULT_FILE, SNAPSHOT_FILE, TRACE_FILE
-from integration.ladder.trace import exposed
+from integration.ladder.trace import RESULT_FILE, SNAPSHOT_FILE, TRACE_FILE, exposed
 from integration.ranks.contributed import find
 from integration.ranks.trainer import JobTrainer
 

@@ -6,8 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from integration.ground.units import gib
-from integration.ladder import numbers
-from integration.ladder.result import PUBLISHED, PUBLISHED_WHERE, Ladder, Row
+from integration.ladder.result import DECLARED, DIFFER, PUBLISHED, PUBLISHED_WHERE, Ladder, Row
 from integration.ladder.rungs import Rung
 
 LABEL_WIDTH = 34
@@ -73,7 +72,7 @@ def _rows(ladder: Ladder, wanted: Sequence[Rung]) -> Table:
         table.add_column(name, justify="left" if name == "numbers" else "right")
     for at, row in enumerate(rows):
         label = row.label + "".join(f"\n - {name}" for name in row.also_removed)
-        style = "red" if row.numbers == numbers.DIFFER else None
+        style = "red" if row.numbers == DIFFER else None
         table.add_row(label, *(column[at] for column in shown.values()), style=style)
     return table
 
@@ -83,7 +82,7 @@ def _reasons(ladder: Ladder, wanted: Sequence[Rung]) -> Iterator[str]:
     for row in map(ladder.row, wanted):
         if row.reason:
             yield f"{row.label}: {'cannot run' if row.status == 'failed' else 'ran'}; {row.reason}"
-        if row.numbers.startswith(numbers.DECLARED) or row.numbers == numbers.DIFFER:
+        if row.numbers.startswith(DECLARED) or row.numbers == DIFFER:
             yield f"{row.label}: {row.numbers} (against {row.compared_with}: {row.difference})"
 
 
