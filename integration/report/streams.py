@@ -12,7 +12,7 @@ from typing import Any
 from integration.evidence import trace as traces
 from integration.ground import paths
 from integration.report.charts import Bar, Bars
-from integration.report.merge import Record, members
+from integration.report.ladder import Record, members
 from integration.report.page import Commands, Missing, Section, first_open
 
 PATTERN = "evidence/trace-*.json.gz"
