@@ -184,7 +184,8 @@ class MeasuredTrainer(JobTrainer):
         if self.step == self.config.training.steps:
             self._figures = self._put_together()
         if self.step == self._last and dist.get_rank() == 0:
-            self._write()
+            file = Path(self.config.dump_folder) / RESULT_FILE
+            files.write_json(file, self._figures)
 
     def _around(self) -> AbstractContextManager:
         if self._kind == "profiled":
@@ -238,9 +239,6 @@ class MeasuredTrainer(JobTrainer):
             "first_step_at": self._first_step_at,
             "tokens_a_step": tokens * (batch.size() if batch is not None else 1),
         }
-
-    def _write(self) -> None:
-        files.write_json(Path(self.config.dump_folder) / RESULT_FILE, self._figures)
 
 
 @contextmanager

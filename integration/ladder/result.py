@@ -111,7 +111,7 @@ class Ladder:
     torch: str
     torchtitan: str
     patches: dict[str, str]
-    # Of patches whose words changed since ([Note: Only words] in patchset/reword.py).
+    # Of patches whose words changed since ([Note: Only words] in evidence/reword.py).
     measured_patches: dict[str, str] = field(default_factory=dict, kw_only=True)
     command: str
     date: str

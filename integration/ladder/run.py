@@ -126,7 +126,8 @@ def run(request: Request) -> bool:
     tokenizer, dataset = job_data.default_folders()
     if request.whole_documents:
         dataset = job_data.long_documents()
-    path = request.resume or _new_file(job.name)
+    start = datetime.now().strftime("%Y%m%d-%H%M%S")
+    path = request.resume or outputs_dir() / "ladder" / f"{job.name}-{start}" / "ladder.json"
     # One step more on a GPU, under the profiler; another one for the allocator's history.
     profiled = 1 if gpus else 0
     recorded = 1 if gpus and request.traces else 0
@@ -253,11 +254,6 @@ def _climb(
                 markup=False,
                 highlight=False,
             )
-
-
-def _new_file(config: str) -> Path:
-    start = datetime.now().strftime("%Y%m%d-%H%M%S")
-    return outputs_dir() / "ladder" / f"{config}-{start}" / "ladder.json"
 
 
 def _conclude(

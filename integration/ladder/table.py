@@ -46,7 +46,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "start": lambda row: f"{row.median['start_s']:.1f}",
     "peak alloc.": lambda row: _gib(row.most("peak_allocated")),
     "reserved": lambda row: _gib(row.most("peak_reserved")),
-    "retries": lambda row: _count(row.most("alloc_retries")),
+    "retries": lambda row: "" if (tries := row.most("alloc_retries")) is None else str(tries),
     "host": lambda row: _gib(row.most("peak_host")),
     "numbers": lambda row: row.numbers.partition(":")[0],
 }
@@ -128,7 +128,3 @@ def _seconds(value: float | None) -> str:
 
 def _gib(value: int | None) -> str:
     return "" if value is None else gib(value)
-
-
-def _count(value: int | None) -> str:
-    return "" if value is None else str(value)

@@ -32,8 +32,7 @@ def pools(records: Sequence[ladder.Record], contributions: Sequence[Contribution
             streams = rung["runs"][-1]["pools"].items()
             rows += [_bar(stream, h[LIVE], h[CACHED]) for stream, h in streams]
         if rows:
-            name = f"Ladder: {ladder.title(record)}"
-            charts.append(Bars(title=name, bars=rows, form=size, faint=(CACHED,)))
+            charts.append(_chart(f"Ladder: {ladder.title(record)}", rows))
             made += ladder.commands(record)
     for contribution in contributions:
         for file in sorted((contribution.folder / "evidence").glob("*.json")):
@@ -47,7 +46,7 @@ def pools(records: Sequence[ladder.Record], contributions: Sequence[Contribution
                 ]
             if rows:
                 title = f"{contribution.name}, benchmark, at the peak"
-                charts.append(Bars(title=title, bars=rows, form=size, faint=(CACHED,)))
+                charts.append(_chart(title, rows))
                 made.append((title, f"integration bench {contribution.name} --record"))
     if not charts:
         missing = Missing(
@@ -57,6 +56,10 @@ def pools(records: Sequence[ladder.Record], contributions: Sequence[Contribution
         return Section(title="Memory by stream pool", blocks=[missing])
     blocks: list[Block] = [NOTE, Commands(made), *first_open(charts, "ladders and benchmarks")]
     return Section(title="Memory by stream pool", blocks=blocks)
+
+
+def _chart(title: str, rows: Sequence[Bar]) -> Bars:
+    return Bars(title=title, bars=rows, form=size, faint=(CACHED,))
 
 
 def _bar(label: str, live: float, cached: float) -> Bar:

@@ -32,13 +32,11 @@ def write_all(folder: Path = FOLDER) -> list[Path]:
     """Write the pictures that README shows; return their paths.
 
     Raises:
-        OSError: a file cannot be written.
+        UserError: a file cannot be written; none was changed then.
     """
-    written = []
-    for name, text in pictures().items():
-        files.write(folder / name, text)
-        written.append(folder / name)
-    return written
+    made = pictures()
+    files.replace_all(folder, {name: text.encode() for name, text in made.items()})
+    return [folder / name for name in made]
 
 
 def pictures() -> dict[str, str]:

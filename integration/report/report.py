@@ -113,23 +113,19 @@ def _name(folder: Path) -> str:
 
 
 def of_patches(contributions: Sequence[Contribution]) -> Section:
-    """Return one row a contribution."""
-    rows = [
-        (
-            c.name,
-            c.status,
-            c.subject,
-            effect.sentence(c),
-            f"{_count(len(c.tests), 'test file')}; {_parity(c)}",
-            _evidence(c),
-        )
-        for c in contributions
-    ]
+    """Return status, effect, proofs and evidence of each contribution, one a row."""
+    rows, kept = [], 0
+    for c in contributions:
+        files = sorted((c.folder / "evidence").glob("*.json"))
+        records = {f.name: json.loads(f.read_text(encoding="utf-8")) for f in files}
+        kept += len(records)
+        proofs = f"{_count(len(c.tests), 'test file')}; {_parity(c, records)}"
+        rows.append((c.name, c.status, c.subject, effect.sentence(c), proofs, _evidence(records)))
     return Section(
         title="Contributions",
         blocks=[
             f"{len(rows)} patches with {sum(len(c.tests) for c in contributions)} test files and "
-            f"{sum(_kept(c) for c in contributions)} files of evidence. How many tests failed "
+            f"{kept} files of evidence. How many tests failed "
             "without each patch and passed with it stands in CONTRIBUTING's proof.",
             Table(heads=HEADS, rows=rows, numbers=False, title="Contributions"),
         ],
@@ -137,31 +133,22 @@ def of_patches(contributions: Sequence[Contribution]) -> Section:
     )
 
 
-def _parity(contribution: Contribution) -> str:
+def _parity(contribution: Contribution, records: ladder.Record) -> str:
     (numerics,) = contribution.values("Numerics") or ("?",)
     if numerics != "bitwise":
         return f"changes numbers: {numerics.removeprefix('changes ')}"
-    verdicts = [
-        json.loads(file.read_text(encoding="utf-8"))["verdict"]
-        for file in sorted((contribution.folder / "evidence").glob(f"{effect.PARITY}*.json"))
-    ]
+    verdicts = [r["verdict"] for name, r in records.items() if name.startswith(effect.PARITY)]
     return "; ".join(verdicts) or "bitwise by its header"
 
 
-def _kept(contribution: Contribution) -> int:
-    return len(list((contribution.folder / "evidence").glob("*.json")))
-
-
-def _evidence(contribution: Contribution) -> Html:
+def _evidence(records: ladder.Record) -> Html:
     """Return each file's name with the command that made it."""
-    lines = []
-    for file in sorted((contribution.folder / "evidence").glob("*.json")):
-        record = json.loads(file.read_text(encoding="utf-8"))
-        lines.append(f"{escape(file.name)}: <code>{escape(record.get('command', '?'))}</code>")
-    if not lines:
-        return Html("")
-    words = _count(len(lines), "file")
-    return Html(f"<details><summary>{words}</summary>{'<br>'.join(lines)}</details>")
+    lines = "<br>".join(
+        f"{escape(name)}: <code>{escape(record.get('command', '?'))}</code>"
+        for name, record in records.items()
+    )
+    summary = _count(len(records), "file")
+    return Html(f"<details><summary>{summary}</summary>{lines}</details>" if lines else "")
 
 
 def _count(number: int, what: str) -> str:
