@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from integration.ground import files
 from integration.ground.machine import look
@@ -41,6 +42,17 @@ def unpacked(file: Path) -> bytes:
     """Return what is in ``file``, decompressed where it is gzipped."""
     data = file.read_bytes()
     return gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+
+
+def differing(run: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Return the first step at which two runs' losses or gradient norms differ, bit by bit."""
+    for key, what in (("loss", "loss"), ("grad_norm", "gradient norm")):
+        if len(run[key]) != len(other[key]):
+            return f"{what}: expected {len(other[key])} steps, got {len(run[key])}"
+        for step, (got, expected) in enumerate(zip(run[key], other[key], strict=True), start=1):
+            if got != expected:
+                return f"{what} of step {step}: expected {expected!r}, got {got!r}"
+    return ""
 
 
 def machine() -> dict[str, str | int]:

@@ -4,12 +4,13 @@ No torch here. The file's keys are the fields below; ``integration report`` read
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from integration.evidence.record import differing
 from integration.ground import files
 from integration.ground.errors import UserError
 from integration.jobs import cluster
@@ -25,8 +26,6 @@ EQUAL = "equal"
 DIFFER = "DIFFER"
 NOT_COMPARED = "not compared"
 DECLARED = "changes as declared"
-
-CURVES = (("loss", "loss"), ("grad_norm", "gradient norm"))
 # The published ladder. Each pair is one machine's before and after; the pairs are not of one run.
 PUBLISHED = {
     "start": (90, 90),
@@ -244,17 +243,6 @@ def _short(value: Any, other: Any) -> str:
     if isinstance(value, dict) and isinstance(other, dict):
         value = {k: v for k, v in value.items() if other.get(k) != v}
     return str(value)
-
-
-def differing(run: Mapping, other: Mapping) -> str:
-    """Return the first step at which two runs differ, in words, or nothing."""
-    for key, what in CURVES:
-        if len(run[key]) != len(other[key]):
-            return f"{what}: expected {len(other[key])} steps, got {len(run[key])}"
-        for step, (got, expected) in enumerate(zip(run[key], other[key], strict=True), start=1):
-            if got != expected:
-                return f"{what} of step {step}: expected {expected!r}, got {got!r}"
-    return ""
 
 
 def peak_flops(machine: dict[str, str | int]) -> float | None:

@@ -3,7 +3,7 @@
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, datetime
 from importlib.metadata import version
@@ -299,7 +299,8 @@ def keep(ladder: Ladder, wanted: Sequence[Rung], traces: Path, folder: Path) -> 
         )
     )
     files = {f"{name}.json": ladder.packed()}
-    for rung in _ends(ladder, wanted):
+    ran = [rung for rung in wanted if rung.kind in SETS and ladder.row(rung).status == "ok"]
+    for rung in dict.fromkeys([*ran[:1], *sorted(ran, key=lambda r: -len(r.names))[:1]]):
         recorded = traces / KEPT_TRACE.format(rung=rung.slug)
         if recorded.is_file():
             patches = {patch: ladder.patches[patch] for patch in rung.names}
@@ -311,10 +312,3 @@ def keep(ladder: Ladder, wanted: Sequence[Rung], traces: Path, folder: Path) -> 
             files[f"{name}.{rung.slug}.snapshot.pickle.gz"] = snapshot.packed(trimmed)
     replace_all(folder, files)
     return [folder / file for file in files]
-
-
-def _ends(ladder: Ladder, wanted: Sequence[Rung]) -> Iterator[Rung]:
-    ran = [rung for rung in wanted if rung.kind in SETS and ladder.row(rung).status == "ok"]
-    if ran:
-        most = max(ran, key=lambda rung: len(rung.names))
-        yield from dict.fromkeys((ran[0], most))

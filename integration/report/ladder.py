@@ -45,8 +45,7 @@ SEEN = 0.005  # of a step: less is rounding
 def recorded() -> list[Record]:
     """Return the ladders that are kept as evidence of the set."""
     folder = paths.REPO / "integration" / "evidence"
-    found = (load(file) for file in sorted(folder.glob("*.json")))
-    return [record for record in found if record]
+    return [record for file in sorted(folder.glob("*.json")) if (record := load(file))]
 
 
 def load(file: Path) -> Record | None:
@@ -164,7 +163,7 @@ def _blocks(record: Record, published: Sequence[Record] | None) -> list[Block]:
     without = [r for r in rungs if r["kind"] == "without"]
     charts = []
     details: list[Block] = []
-    if _any_ran(climb):
+    if any(rung["status"] == "ok" for rung in climb):
         charts.append(_rates(record, climb, f"Tokens/s a GPU, {_way(record, climb)}"))
     if published:
         charts.append(_published(published))
@@ -174,7 +173,7 @@ def _blocks(record: Record, published: Sequence[Record] | None) -> list[Block]:
             details.append(Closed(f"{phases.title}: {len(timed)} rungs", [phases]))
         else:
             charts.append(phases)
-    if _any_ran(without):
+    if any(rung["status"] == "ok" for rung in without):
         # Not where only some contributions were asked for.
         whole = [rung for rung in climb if len(rung["set"]) == len(record["patches"])]
         full = [{**rung, "label": FULL_SET} for rung in whole[-1:]]
@@ -215,11 +214,6 @@ def _way(record: Record, climb: Sequence[Record]) -> str:
     if climb[1]["kind"] == "variant":
         return f"{climb[0]['label']} and variants"
     return "adding one by one"
-
-
-def _any_ran(rungs: Sequence[Record]) -> bool:
-    """Tell whether there is anything to draw; the table says why there is not."""
-    return any(rung["status"] == "ok" for rung in rungs)
 
 
 def _rates(record: Record, rungs: Sequence[Record], name: str) -> Chart:
