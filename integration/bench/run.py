@@ -88,7 +88,16 @@ def run(request: Request) -> None:
     usable = [peer for peer in mine if not reasons[peer.title] and not request.smoke]
 
     measured = _measure(contribution, bench, request, usable, folder, gpus)
-    others = {p.title: _program(contribution, p, folder) for p in usable if p.program}
+    # Peers that cannot share bench.py's process run on the pinned packages, not on our overlay: as
+    # they are published.
+    others = {
+        p.title: _call(
+            [sys.executable, str(contribution.folder / p.program)],
+            {**os.environ, "PYTHONPATH": str(p.folder(folder))},
+        )
+        for p in usable
+        if p.program
+    }
     took_part = "left out of a try" if request.smoke else "took part"
     results = {
         "patches": {c.name: c.sha256 for c in repository.select(repository.load(), [bench.name])},
@@ -176,13 +185,6 @@ def _measure(
             exit_code=1,
         )
     return told
-
-
-def _program(contribution: Contribution, peer: Peer, folder: Path) -> dict | str:
-    """Run a peer that cannot share bench.py's process; return its figures, or why it has none."""
-    line = [sys.executable, str(contribution.folder / str(peer.program))]
-    # The pinned packages, not our overlay: the peer as it is published.
-    return _call(line, {**os.environ, "PYTHONPATH": str(peer.folder(folder))})
 
 
 def _call(line: Sequence[str], env: Mapping[str, str]) -> dict | str:

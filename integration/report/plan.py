@@ -113,12 +113,9 @@ def _traffic(plan: Plan) -> list[Block]:
     rows, found = traffic.table(plan.flows), []
     for link, name in names.items():
         causes = {cause: links[link] / GIGA for cause, links in rows.items() if links[link]}
-        if causes:
-            shown = [
-                Bar(label=cause, parts={"GB": value}, text=f"{value:,.1f}")
-                for cause, value in causes.items()
-            ]
-            found.append(Bars(title=f"{name}, GB", bars=shown, form="{:,.1f} GB".format))
+        bars = [Bar(label=k, parts={"GB": v}, text=f"{v:,.1f}") for k, v in causes.items()]
+        if bars:
+            found.append(Bars(title=f"{name}, GB", bars=bars, form="{:,.1f} GB".format))
     return found
 
 
