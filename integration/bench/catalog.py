@@ -1,7 +1,7 @@
 """The benchmarks and the peers that there are, read from ``benches.toml`` and ``peers.toml``."""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,17 +21,31 @@ class Bench:
     what: str
     columns: Mapping[str, str]  # field of the JSON -> form
     gpus: int = 0
+    least_gpus: int | None = None
     ranks: int | None = None
     base: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
-    arguments: tuple[str, ...] = ()
-    smoke: tuple[str, ...] | None = None
+    arguments: Sequence[str] = ()
+    smoke: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.columns.values()) - (set(FORMS) - set(PAIRS))):
             raise ValueError(f"Bench.columns of {self.name} must be forms, got {unknown}")
         if self.gpus < 0 or (self.ranks is not None and self.ranks < 1):
             raise ValueError(f"Bench.gpus and Bench.ranks of {self.name} must count something")
+        if self.least_gpus is not None and not 0 < self.least_gpus < self.gpus:
+            raise ValueError(
+                f"Bench.least_gpus of {self.name} must be from 1 to below its {self.gpus} gpus, "
+                f"got {self.least_gpus}"
+            )
+
+    @property
+    def needs(self) -> str:
+        """The machine that it is measured on."""
+        if not self.gpus:
+            return "CPU"
+        fewer = f", or {self.least_gpus}" if self.least_gpus else ""
+        return f"{self.gpus} GPU{'s' * (self.gpus > 1)}{fewer}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +55,8 @@ class Peer:
     package: str
     version: str
     bench: str
-    needs: tuple[str, ...] = ()
-    arguments: tuple[str, ...] = ()
+    needs: Sequence[str] = ()
+    arguments: Sequence[str] = ()
     importable: bool = False
     program: str | None = None
     title: str = field(init=False)
@@ -61,36 +75,12 @@ class Peer:
 
 def benches() -> dict[str, Bench]:
     """Return contribution -> its benchmark."""
-    return {
-        name: Bench(
-            name=name,
-            what=told["what"],
-            columns=told["columns"],
-            gpus=told.get("gpus", 0),
-            ranks=told.get("ranks"),
-            base=told.get("base"),
-            environment=told.get("environment", {}),
-            arguments=tuple(told.get("arguments", ())),
-            smoke=tuple(told["smoke"]) if "smoke" in told else None,
-        )
-        for name, told in _read("benches.toml").items()
-    }
+    return {name: Bench(name=name, **told) for name, told in _read("benches.toml").items()}
 
 
 def peers() -> tuple[Peer, ...]:
     """Return all peers."""
-    return tuple(
-        Peer(
-            package=package,
-            version=told["version"],
-            bench=told["bench"],
-            needs=tuple(told.get("with", ())),
-            arguments=tuple(told.get("arguments", ())),
-            importable=told.get("importable", False),
-            program=told.get("program"),
-        )
-        for package, told in _read("peers.toml").items()
-    )
+    return tuple(Peer(package=name, **told) for name, told in _read("peers.toml").items())
 
 
 def find(contribution: Contribution) -> Bench:

@@ -1,24 +1,55 @@
-"""Install peers: each into a folder of its own, at its pinned version, never another torch."""
+"""Peers: listed, and installed each in a folder of its own, as pinned, never with another torch."""
 
 import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from integration.bench.catalog import Peer
+from rich.table import Table
+
+from integration.bench.catalog import Peer, benches, peers
+from integration.evidence.effect import PARITY
+from integration.ground import terminal
+from integration.ground.errors import UserError, nearest
+from integration.patchset import repository
 
 STATE = "peer.json"  # in the peer's folder: what became of it
 
 
-def install(peers: Sequence[Peer], folder: Path) -> dict[str, str]:
-    """Install what is not there yet; return title -> "" or why it cannot be had here.
+def show(folder: Path) -> None:
+    """Print every contribution with its benchmark, or that it has none, and the peers."""
+    known = benches()
+    table = Table("contribution", "measures", "needs", "peers", "evidence")
+    for c in repository.load():
+        bench = known.get(c.name)
+        files = (f.stem for f in sorted((c.folder / "evidence").glob("*.json")))
+        table.add_row(
+            c.name,
+            bench.what if bench else "no benchmark: tests only",
+            bench.needs if bench else "",
+            ", ".join(p.package for p in peers() if p.bench == c.name),
+            " ".join(f for f in files if not f.startswith(PARITY)),
+        )
+    console = terminal.console(200)
+    console.print(table)
+    for peer in peers():
+        console.print(f"peer {peer.title}: {why_not(peer, folder) or 'installed'}", soft_wrap=True)
 
-    A peer that does not install does not stop the others: what it says is kept in its folder, and
-    becomes part of each measurement.
+
+def install_all(name: str | None, folder: Path) -> None:
+    """Install the peers, or those of one benchmark, and say what became of each.
+
+    Raises:
+        UserError: no peer belongs to ``name``.
     """
-    return {peer.title: _install(peer, peer.folder(folder)) for peer in peers}
+    chosen = [peer for peer in peers() if name in (None, peer.bench)]
+    if not chosen:
+        known = sorted({peer.bench for peer in peers()})
+        raise UserError(f"no peer is compared with {name}{nearest(str(name), known)}")
+    for peer in chosen:
+        reason = install(peer, folder)
+        print(f"{peer.title}: {reason or f'installed in {peer.folder(folder)}'}", flush=True)
 
 
 def why_not(peer: Peer, folder: Path) -> str:
@@ -33,9 +64,14 @@ def why_not(peer: Peer, folder: Path) -> str:
     return state["reason"]
 
 
-def _install(peer: Peer, target: Path) -> str:
-    if (target / STATE).is_file() and not why_not(peer, target.parent):
+def install(peer: Peer, folder: Path) -> str:
+    """Install what is not there yet; return "" or why it cannot be had here.
+
+    That reason is kept in the peer's folder too, and becomes part of each measurement.
+    """
+    if not why_not(peer, folder):
         return ""
+    target = peer.folder(folder)
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     # Without isolation, as building DeepSpeed asks for torch: it must find ours, not fetch one.

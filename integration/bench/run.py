@@ -9,14 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
+from rich.table import Table
 from tyro.conf import Positional
 
-from integration.bench import listing
 from integration.bench import peers as installed
 from integration.bench.catalog import Bench, Peer, default_peers, find, peers
-from integration.bench.table import table
 from integration.evidence import record as evidence
+from integration.evidence.effect import FORMS
 from integration.ground import files, paths, terminal
 from integration.ground.errors import UserError
 from integration.ground.machine import gpu_count
@@ -65,9 +66,9 @@ class Request:
 
     def run(self) -> None:
         if self.list:
-            listing.show(default_peers())
+            installed.show(default_peers())
         if self.install_peers:
-            listing.install(self.name, default_peers())
+            installed.install_all(self.name, default_peers())
         if not self.list and not self.install_peers:
             run(self)
 
@@ -80,15 +81,23 @@ def run(request: Request) -> None:
     """
     (contribution,) = repository.find(repository.load(), [request.name or ""])
     bench = find(contribution)
-    gpus = gpu_count()
-    _refuse(bench, request, gpus)
+    gpus = _gpus(bench, request)
     folder = default_peers()
     mine = [peer for peer in peers() if peer.bench == bench.name]
     reasons = {peer.title: installed.why_not(peer, folder) for peer in mine}
     usable = [peer for peer in mine if not reasons[peer.title] and not request.smoke]
 
-    measured = _measure(contribution, bench, request, usable, folder)
-    others = {p.title: _program(contribution, p, folder) for p in usable if p.program}
+    measured = _measure(contribution, bench, request, usable, folder, gpus)
+    # Peers that cannot share bench.py's process run on the pinned packages, not on our overlay: as
+    # they are published.
+    others = {
+        p.title: _call(
+            [sys.executable, str(contribution.folder / p.program)],
+            {**os.environ, "PYTHONPATH": str(p.folder(folder))},
+        )
+        for p in usable
+        if p.program
+    }
     took_part = "left out of a try" if request.smoke else "took part"
     results = {
         "patches": {c.name: c.sha256 for c in repository.select(repository.load(), [bench.name])},
@@ -101,19 +110,27 @@ def run(request: Request) -> None:
     _show(contribution, bench, request, results)
 
 
-def _refuse(bench: Bench, request: Request, gpus: int) -> None:
+def _gpus(bench: Bench, request: Request) -> int:
+    """Return how many GPUs it is measured on, and say so where it is meant for more.
+
+    Raises:
+        UserError: it cannot run with those that are here.
+    """
     if request.smoke and bench.smoke is None:
         raise UserError(
             f"{bench.name} measures kernels that only a GPU has, and there is no try of it "
             f"without one: run `integration bench {bench.name}` on a machine with a GPU"
         )
-    if not request.smoke and gpus < bench.gpus:
+    there = gpu_count()
+    if not request.smoke and there < (bench.least_gpus or bench.gpus):
         instead = f", or try `integration bench {bench.name} --smoke` here" if bench.smoke else ""
         raise UserError(
-            f"{bench.name} is measured on {bench.gpus} GPU{'s' * (bench.gpus > 1)} (CUDA), and "
-            f"torch finds {gpus or 'none'} here; nothing was measured: run it on such a "
-            f"machine{instead}"
+            f"{bench.name} is measured on {bench.needs} (CUDA), and torch finds {there or 'none'} "
+            f"here; nothing was measured: run it on such a machine{instead}"
         )
+    if not request.smoke and there < bench.gpus:
+        print(f"{bench.name} is meant for {bench.gpus} GPUs; it is measured on the {there} here")
+    return min(there, bench.gpus)
 
 
 def command(
@@ -122,15 +139,19 @@ def command(
     request: Request,
     usable: Sequence[Peer],
     folder: Path,
-    overlays: Mapping[str, Path],
+    fields: Mapping[str, Path | int],
 ) -> list[str]:
-    """Return the line that starts bench.py; what the user adds comes last, so it wins."""
+    """Return the line that starts bench.py; what the user adds comes last, so it wins.
+
+    Args:
+        fields: what stands for ``{overlay}``, ``{base}`` and ``{gpus}`` in benches.toml.
+    """
     script = str(contribution.folder / "bench.py")
     line = [sys.executable]
     if bench.ranks:
         line += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={bench.ranks}"]
     given = (bench.smoke or ()) if request.smoke else bench.arguments
-    given = [part.format_map(overlays) for part in given]
+    given = [part.format_map(fields) for part in given]
     for peer in usable:
         given += [part.format(folder=peer.folder(folder)) for part in peer.arguments]
     return [*line, script, *given, *request.options]
@@ -142,11 +163,12 @@ def _measure(
     request: Request,
     usable: Sequence[Peer],
     folder: Path,
+    gpus: int,
 ) -> dict:
     patched = overlay.build([bench.name])
     built = {"overlay": patched, "base": overlay.build([bench.base]) if bench.base else patched}
-    overlays = {key: o.path for key, o in built.items() if o.path}
-    line = command(contribution, bench, request, usable, folder, overlays)
+    fields = {key: o.path for key, o in built.items() if o.path} | {"gpus": gpus}
+    line = command(contribution, bench, request, usable, folder, fields)
     behind = [str(peer.folder(folder)) for peer in usable if peer.importable]
     env = {
         **os.environ,
@@ -163,13 +185,6 @@ def _measure(
             exit_code=1,
         )
     return told
-
-
-def _program(contribution: Contribution, peer: Peer, folder: Path) -> dict | str:
-    """Run a peer that cannot share bench.py's process; return its figures, or why it has none."""
-    line = [sys.executable, str(contribution.folder / str(peer.program))]
-    # The pinned packages, not our overlay: the peer as it is published.
-    return _call(line, {**os.environ, "PYTHONPATH": str(peer.folder(folder))})
 
 
 def _call(line: Sequence[str], env: Mapping[str, str]) -> dict | str:
@@ -206,7 +221,10 @@ def _show(contribution: Contribution, bench: Bench, request: Request, results: d
         console.print(f"{title}: {state}", soft_wrap=True)
     if request.record:
         file = evidence.write(
-            contribution, request.label or _label(machine), record["command"], results
+            contribution,
+            request.label or f"bench-{evidence.short(machine)}",
+            record["command"],
+            results,
         )
         console.print(f"evidence: {file.relative_to(paths.REPO)}", soft_wrap=True)
         return
@@ -230,9 +248,57 @@ def cannot(results: object) -> Iterator[tuple[str, str]]:
             yield from cannot(item)
 
 
-def _label(machine: Mapping[str, str | int]) -> str:
-    """Name the evidence by the machine: ``bench-h200x2``, ``bench-cpu``."""
-    if not machine["gpus"]:
-        return "bench-cpu"
-    name = str(machine["gpu"]).partition(",")[0].split()[-1].lower()
-    return f"bench-{name}x{machine['gpus']}"
+def table(results: Any, columns: Mapping[str, str]) -> Table:
+    """Return a row for each object in ``results`` that has one of ``columns``."""
+    found = list(rows(results, tuple(columns)))
+    # What all rows share says nothing.
+    shared = set.intersection(*(set(path) for path, _ in found)) if found else set()
+    used = [c for c in columns if any(c in figures for _, figures in found)]
+    shown = Table("")
+    for column in used:
+        shown.add_column(column, justify="right")
+    for path, figures in found:
+        label = " · ".join(part for part in path if part not in shared) or "measured"
+        cells = (figures.get(column) for column in used)
+        shown.add_row(
+            label,
+            *(
+                "" if value is None else FORMS[columns[column]](value)
+                for column, value in zip(used, cells, strict=True)
+            ),
+        )
+    return shown
+
+
+def rows(node: Any, columns: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], dict[str, float]]]:
+    """Yield ``(where it stands, its figures)`` for each object that has one of ``columns``.
+
+    A column may also be an object of its own, ``{"seconds": {"ours": 1.0, "theirs": 2.0}}``: then
+    each of its entries is a row.
+    """
+    if isinstance(node, list):
+        for item in node:
+            for path, figures in rows(item, columns):
+                yield (_title(item), *path), figures
+    elif isinstance(node, dict):
+        figures = {c: node[c] for c in columns if _is_number(node.get(c))}
+        if figures:
+            yield (), figures
+        for key, value in node.items():
+            if key in columns and isinstance(value, dict):
+                for name, single in value.items():
+                    if _is_number(single):
+                        yield (name,), {key: single}
+            else:
+                for path, inner in rows(value, columns):
+                    yield (key, *path), inner
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _title(item: Any) -> str:
+    """Name an item of a list by its whole numbers: ``8 x 1792 x 6144``."""
+    values = item.values() if isinstance(item, dict) else ()
+    return " x ".join(str(v) for v in values if isinstance(v, int) and not isinstance(v, bool))

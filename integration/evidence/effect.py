@@ -82,7 +82,7 @@ def _filled(contribution: Contribution) -> tuple[str, list[str]]:
         if measured:
             raise UserError(
                 f"expected {shown}/{FILE} beside {min(measured)}, found none; the README cannot "
-                f"say what was measured: write it, as integration/patchset/effect.py describes"
+                f"say what was measured: write it, as integration/evidence/effect.py describes"
             )
         return NONE, []
     try:

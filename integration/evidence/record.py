@@ -1,11 +1,15 @@
 """Evidence files: what was measured, on which patch, where, and by which command."""
 
+import gzip
 import os
 import platform
+import re
 import subprocess
+from collections.abc import Mapping
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from integration.ground import files
 from integration.ground.machine import look
@@ -34,6 +38,23 @@ def record(contribution: Contribution, command: str, results: dict) -> dict:
     return captured | {key: value for key, value in results.items() if key not in captured}
 
 
+def unpacked(file: Path) -> bytes:
+    """Return what is in ``file``, decompressed where it is gzipped."""
+    data = file.read_bytes()
+    return gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+
+
+def differing(run: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Return the first step at which two runs' losses or gradient norms differ, bit by bit."""
+    for key, what in (("loss", "loss"), ("grad_norm", "gradient norm")):
+        if len(run[key]) != len(other[key]):
+            return f"{what}: expected {len(other[key])} steps, got {len(run[key])}"
+        for step, (got, expected) in enumerate(zip(run[key], other[key], strict=True), start=1):
+            if got != expected:
+                return f"{what} of step {step}: expected {expected!r}, got {got!r}"
+    return ""
+
+
 def machine() -> dict[str, str | int]:
     """Describe what figures depend on: GPUs, processor and cores; no names."""
     found: dict[str, str | int] = {
@@ -42,6 +63,15 @@ def machine() -> dict[str, str | int]:
     }
     gpus = look(_gpus, [])
     return found | {"gpus": len(gpus)} | ({"gpu": gpus[0]} if gpus else {})
+
+
+def short(machine: Mapping[str, str | int], gpus: int | None = None) -> str:
+    """Return how a file's name tells the machine: ``cpu``, or ``h200x2`` for two ``gpus`` of it."""
+    if not machine.get("gpus"):
+        return "cpu"
+    model = str(machine["gpu"]).partition(",")[0].lower()
+    words = [word for word in re.split(r"[\s-]+", model) if re.search(r"\d", word)]
+    return f"{words[0] if words else 'gpu'}x{gpus or machine['gpus']}"
 
 
 def _gpus() -> list[str]:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from integration.evidence import readme, stale, trace
+from integration.evidence import check, readme, trace
 from integration.patchset.patch import Contribution
 
 RUN = ("Requires", "Test", "Numerics", "Drop-when")  # trailers
@@ -40,7 +40,7 @@ def carry(
     told = []
     for name, (old, new) in changed.items():
         if name in carried:
-            short = new.sha256[: stale.DIGITS]
+            short = new.sha256[: check.DIGITS]
             told.append(f"{name}: only its words changed; {short} now stands in {carried[name]}")
         elif name in lost:
             what = ", ".join(differing(old, new))
@@ -59,7 +59,7 @@ def _follow(root: Path, pairs: Pairs) -> tuple[dict[str, bytes], dict[str, str]]
     written: dict[str, bytes] = {}
     files: Counter[str] = Counter()
     for file, key, owner in _evidence(root, [new for _, new in pairs.values()]):
-        record, named = _carried(stale.record(file), key, owner, pairs)
+        record, named = _carried(check.record(file), key, owner, pairs)
         if named:
             written[file.relative_to(root).as_posix()] = _packed(record, file)
             files.update(named)
@@ -80,7 +80,7 @@ def _evidence(root: Path, of: Sequence[Contribution]) -> Iterator[tuple[Path, st
     for c in of:
         for file in sorted((c.folder / "evidence").glob("*.json")):
             yield file, "patch_sha256", c.name
-    for pattern in (stale.LADDERS, *stale.TRACES) if of else ():
+    for pattern in (check.LADDERS, *check.TRACES) if of else ():
         for file in sorted(root.glob(pattern)):
             yield file, "patches", ""
 
@@ -133,8 +133,8 @@ def _proof(file: Path, reworded: Pairs) -> tuple[str, set[str]]:
     body, end, after = rest.partition(readme.PROOF_END)
     rows = set()
     for name, (old, new) in reworded.items():
-        row = rf"^(\| {name} \|.*\| `){old.sha256[: stale.DIGITS]}(` \|)$"
-        digits = rf"\g<1>{new.sha256[: stale.DIGITS]}\g<2>"
+        row = rf"^(\| {name} \|.*\| `){old.sha256[: check.DIGITS]}(` \|)$"
+        digits = rf"\g<1>{new.sha256[: check.DIGITS]}\g<2>"
         body, found = re.subn(row, digits, body, flags=re.MULTILINE)
         rows |= {name} if found else set()
     return f"{before}{begin}{body}{end}{after}", rows

@@ -34,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional
 
+from integration.evidence.record import unpacked
 from integration.ground import terminal
 from integration.ground.errors import UserError
 from integration.ground.files import replace_all
@@ -273,9 +274,7 @@ def read(file: Path) -> Record:
         UserError: it is none, or has no events.
     """
     try:
-        data = file.read_bytes()
-        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-        snapshot = _PlainUnpickler(BytesIO(data)).load()
+        snapshot = _PlainUnpickler(BytesIO(unpacked(file))).load()
         events = [event for trace in snapshot["device_traces"] for event in trace]
         _require(EVENT, events)
         _require(("addr",), (e for e in events if e["action"] in BLOCK_ACTIONS))

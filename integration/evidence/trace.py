@@ -15,6 +15,7 @@ from typing import Any
 import tyro
 from tyro.conf import Positional
 
+from integration.evidence.record import unpacked
 from integration.ground.errors import UserError
 from integration.ground.files import replace_all
 
@@ -74,8 +75,7 @@ def trimmed(file: Path, patches: dict[str, str], command: str) -> dict[str, Any]
 
 def packed(trace: dict[str, Any]) -> bytes:
     """Return the file's bytes: the same for the same trace."""
-    text = json.dumps(trace, separators=(",", ":"))
-    return gzip.compress(text.encode(), mtime=0)
+    return gzip.compress(json.dumps(trace, separators=(",", ":")).encode(), mtime=0)
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -85,9 +85,7 @@ def read(file: Path) -> dict[str, Any]:
         UserError: it is none.
     """
     try:
-        data = file.read_bytes()
-        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-        trace = json.loads(data)
+        trace = json.loads(unpacked(file))
         trace = {"traceEvents": trace} if isinstance(trace, list) else trace
         trace["traceEvents"][0]["ph"]
     except (OSError, EOFError, ValueError, LookupError, TypeError) as error:

@@ -15,14 +15,14 @@ from pathlib import Path
 
 from integration.ground import processes
 from integration.ground.paths import cache_dir
-from integration.ladder.layout import (
+from integration.ladder.rungs import Rung
+from integration.ladder.trace import (
     KEPT_SNAPSHOT,
     KEPT_TRACE,
     RESULT_FILE,
     SNAPSHOT_FILE,
     TRACE_FILE,
 )
-from integration.ladder.rungs import Rung
 from integration.patchset import overlay
 from integration.train import launch
 from integration.train.failure import diagnose, rank_folder

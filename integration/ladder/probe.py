@@ -35,8 +35,7 @@ from torchtitan.tools.utils import device_type
 
 from integration.ground import files
 from integration.ground.machine import peak_resident_set
-from integration.ladder.layout import RESULT_FILE, SNAPSHOT_FILE, TRACE_FILE
-from integration.ladder.trace import exposed
+from integration.ladder.trace import RESULT_FILE, SNAPSHOT_FILE, TRACE_FILE, exposed
 from integration.ranks.contributed import find
 from integration.ranks.trainer import JobTrainer
 
@@ -185,7 +184,8 @@ class MeasuredTrainer(JobTrainer):
         if self.step == self.config.training.steps:
             self._figures = self._put_together()
         if self.step == self._last and dist.get_rank() == 0:
-            self._write()
+            file = Path(self.config.dump_folder) / RESULT_FILE
+            files.write_json(file, self._figures)
 
     def _around(self) -> AbstractContextManager:
         if self._kind == "profiled":
@@ -239,9 +239,6 @@ class MeasuredTrainer(JobTrainer):
             "first_step_at": self._first_step_at,
             "tokens_a_step": tokens * (batch.size() if batch is not None else 1),
         }
-
-    def _write(self) -> None:
-        files.write_json(Path(self.config.dump_folder) / RESULT_FILE, self._figures)
 
 
 @contextmanager

@@ -4,20 +4,28 @@ No torch here. The file's keys are the fields below; ``integration report`` read
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from integration.evidence.record import differing
 from integration.ground import files
 from integration.ground.errors import UserError
-from integration.ladder import numbers, rungs
+from integration.jobs import cluster
+from integration.jobs.spec import JobSpec
+from integration.ladder import rungs
 from integration.ladder.order import Place, changes
 from integration.ladder.rungs import Rung
 from integration.patchset.patch import Contribution
+from integration.plan import step_time
 
 KIND = "ladder"
+EQUAL = "equal"
+DIFFER = "DIFFER"
+NOT_COMPARED = "not compared"
+DECLARED = "changes as declared"
 # The published ladder. Each pair is one machine's before and after; the pairs are not of one run.
 PUBLISHED = {
     "start": (90, 90),
@@ -51,7 +59,7 @@ class Row:
     runs: list[dict[str, Any]] = field(default_factory=list)
     median: dict[str, float | None] = field(default_factory=dict)
     spread: dict[str, list[float]] = field(default_factory=dict)
-    numbers: str = numbers.NOT_COMPARED
+    numbers: str = NOT_COMPARED
     compared_with: str | None = None
     difference: str = ""
 
@@ -102,7 +110,7 @@ class Ladder:
     torch: str
     torchtitan: str
     patches: dict[str, str]
-    # Of patches whose words changed since ([Note: Only words] in patchset/reword.py).
+    # Of patches whose words changed since ([Note: Only words] in evidence/reword.py).
     measured_patches: dict[str, str] = field(default_factory=dict, kw_only=True)
     command: str
     date: str
@@ -132,15 +140,15 @@ class Ladder:
         ran = [rung for rung in wanted if self.row(rung).status == "ok"]
         for rung in ran:
             row = self.row(rung)
-            unlike = [d for r in row.runs[1:] if (d := numbers.difference(r, row.runs[0]))]
+            unlike = [d for r in row.runs[1:] if (d := differing(r, row.runs[0]))]
             other = rungs.reference(wanted, rung, ran)
             row.compared_with, row.difference = other.label if other else None, ""
             if not self.deterministic:
-                row.numbers = numbers.NOT_COMPARED
+                row.numbers = NOT_COMPARED
             elif unlike:
-                row.numbers, row.difference = numbers.DIFFER, f"between its own runs: {unlike[0]}"
+                row.numbers, row.difference = DIFFER, f"between its own runs: {unlike[0]}"
             elif other is None:
-                row.numbers = numbers.NOT_COMPARED
+                row.numbers = NOT_COMPARED
             else:
                 between = set(rung.names) ^ set(other.names)
                 reasons = [rung.changes] if rung.changes else []
@@ -149,17 +157,16 @@ class Ladder:
                     for name in known
                     if name in between and (reason := changes(known[name], place))
                 ]
-                verdict = numbers.judge(row.runs[0], self.row(other).runs[0], reasons)
-                row.numbers, row.difference = verdict.words, verdict.difference
+                row.difference = differing(row.runs[0], self.row(other).runs[0])
+                declared = f"{DECLARED}: {'; '.join(reasons)}" if reasons else DIFFER
+                row.numbers = declared if row.difference else EQUAL
 
-    def utilise(self, mfu: Callable[[float, float], float | None]) -> None:
-        """Fill in each row's model FLOP utilisation; ``mfu`` takes a GPU's tokens and the seconds
-        of a step."""
-        tokens = self.tokens_a_step / self.ranks
+    def utilise(self, job: JobSpec) -> None:
+        """Fill in each row's model FLOP utilisation."""
         for row in self.rungs:
             if row.runs:
                 seconds = median(s for run in row.runs for s in run["step_s"])
-                row.median["mfu"] = mfu(tokens, seconds)
+                row.median["mfu"] = mfu(job, self.machine, self.tokens_a_step / self.ranks, seconds)
 
     @property
     def deterministic(self) -> bool:
@@ -236,3 +243,28 @@ def _short(value: Any, other: Any) -> str:
     if isinstance(value, dict) and isinstance(other, dict):
         value = {k: v for k, v in value.items() if other.get(k) != v}
     return str(value)
+
+
+def peak_flops(machine: dict[str, str | int]) -> float | None:
+    """Return the GPU's dense bf16 peak in FLOP/s, by its data sheet; None if no cluster has it."""
+    gpu = str(machine.get("gpu", ""))
+    for file in sorted(cluster.FOLDER.glob("*.toml")):
+        known = cluster.load(file.stem).gpu
+        if known.name in gpu:
+            return known.peak_tflops * step_time.TERA
+    return None
+
+
+def mfu(
+    job: JobSpec, machine: dict[str, str | int], tokens_a_gpu: float, seconds: float
+) -> float | None:
+    """Return the useful FLOP of a step over what the peak allows in ``seconds``.
+
+    Recomputation does not count. Attention counts as causal over the whole sequence, so sequences
+    of several documents, which attend to themselves alone, have none (TorchTitan's own figure
+    counts attention uncausal).
+    """
+    peak = peak_flops(machine)
+    if peak is None:
+        return None
+    return step_time.token_flops(job) * tokens_a_gpu / seconds / peak

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, datetime
-from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -16,19 +15,20 @@ from tyro.conf import Suppress
 
 from integration.data import source as job_data
 from integration.evidence import record as evidence
+from integration.evidence import snapshot, trace
 from integration.ground import machine, terminal
 from integration.ground.errors import UserError
+from integration.ground.files import replace_all
 from integration.ground.options import Config, Experts, Layers, Rest, at_least
 from integration.ground.paths import REPO, outputs_dir
 from integration.jobs import catalog
 from integration.jobs.spec import JobSpec
-from integration.ladder import numbers, rungs, table
-from integration.ladder.keep import keep
+from integration.ladder import rungs, table
 from integration.ladder.measure import RungFailedError, Session, measure
-from integration.ladder.mfu import mfu
 from integration.ladder.order import Place
-from integration.ladder.result import Ladder
-from integration.ladder.rungs import Only, Rung
+from integration.ladder.result import DIFFER, Ladder
+from integration.ladder.rungs import SETS, Only, Rung
+from integration.ladder.trace import KEPT_SNAPSHOT, KEPT_TRACE
 from integration.patchset import repository
 from integration.train.run import Job
 from integration.train.start import choose_ranks
@@ -126,7 +126,8 @@ def run(request: Request) -> bool:
     tokenizer, dataset = job_data.default_folders()
     if request.whole_documents:
         dataset = job_data.long_documents()
-    path = request.resume or _new_file(job.name)
+    start = datetime.now().strftime("%Y%m%d-%H%M%S")
+    path = request.resume or outputs_dir() / "ladder" / f"{job.name}-{start}" / "ladder.json"
     # One step more on a GPU, under the profiler; another one for the allocator's history.
     profiled = 1 if gpus else 0
     recorded = 1 if gpus and request.traces else 0
@@ -172,7 +173,7 @@ def run(request: Request) -> bool:
     def save() -> None:
         ladder.compare(wanted, contributions, place)
         if request.whole_documents:
-            ladder.utilise(partial(mfu, job, ladder.machine))
+            ladder.utilise(job)
         ladder.save(path)
 
     # A scheduler's stop ends the ranks too, as Ctrl-C does.
@@ -255,11 +256,6 @@ def _climb(
             )
 
 
-def _new_file(config: str) -> Path:
-    start = datetime.now().strftime("%Y%m%d-%H%M%S")
-    return outputs_dir() / "ladder" / f"{config}-{start}" / "ladder.json"
-
-
 def _conclude(
     ladder: Ladder, wanted: Sequence[Rung], path: Path, record: bool, console: Console
 ) -> bool:
@@ -275,7 +271,7 @@ def _conclude(
     elif record:
         for kept in keep(ladder, wanted, path.parent / TRACES, EVIDENCE):
             console.print(f"evidence: {kept.relative_to(REPO)}", soft_wrap=True)
-    bad = [row for row in rows if row.numbers == numbers.DIFFER]
+    bad = [row for row in rows if row.numbers == DIFFER]
     for row in bad:
         console.print(
             f"DIFFER: {row.label} against {row.compared_with}, though equal numbers were promised: "
@@ -285,3 +281,34 @@ def _conclude(
             soft_wrap=True,
         )
     return not bad
+
+
+def keep(ladder: Ladder, wanted: Sequence[Rung], traces: Path, folder: Path) -> list[Path]:
+    """Write the ladder to ``folder``, and trim two rungs' ``traces`` beside it; return the files.
+
+    The rungs are the first set that ran and the largest. Traces name the patches that they were
+    made on; snapshots are bound by the ladder, with whose name theirs begins.
+
+    Raises:
+        UserError: a trace or snapshot cannot be read or trimmed, or nothing can be written.
+    """
+    name = "-".join(
+        filter(
+            None,
+            ("ladder", ladder.config, ladder.label, evidence.short(ladder.machine, ladder.ranks)),
+        )
+    )
+    files = {f"{name}.json": ladder.packed()}
+    ran = [rung for rung in wanted if rung.kind in SETS and ladder.row(rung).status == "ok"]
+    for rung in dict.fromkeys([*ran[:1], *sorted(ran, key=lambda r: -len(r.names))[:1]]):
+        recorded = traces / KEPT_TRACE.format(rung=rung.slug)
+        if recorded.is_file():
+            patches = {patch: ladder.patches[patch] for patch in rung.names}
+            trimmed = trace.trimmed(recorded, patches, f"{ladder.command}: {rung.label}")
+            files[f"trace-{name}-{rung.slug}.json.gz"] = trace.packed(trimmed)
+        history = traces / KEPT_SNAPSHOT.format(rung=rung.slug)
+        if history.is_file():
+            trimmed = snapshot.trim(snapshot.read(history))
+            files[f"{name}.{rung.slug}.snapshot.pickle.gz"] = snapshot.packed(trimmed)
+    replace_all(folder, files)
+    return [folder / file for file in files]

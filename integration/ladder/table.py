@@ -6,8 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from integration.ground.units import gib
-from integration.ladder import numbers
-from integration.ladder.result import PUBLISHED, PUBLISHED_WHERE, Ladder, Row
+from integration.ladder.result import DECLARED, DIFFER, PUBLISHED, PUBLISHED_WHERE, Ladder, Row
 from integration.ladder.rungs import Rung
 
 LABEL_WIDTH = 34
@@ -47,7 +46,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "start": lambda row: f"{row.median['start_s']:.1f}",
     "peak alloc.": lambda row: _gib(row.most("peak_allocated")),
     "reserved": lambda row: _gib(row.most("peak_reserved")),
-    "retries": lambda row: _count(row.most("alloc_retries")),
+    "retries": lambda row: "" if (tries := row.most("alloc_retries")) is None else str(tries),
     "host": lambda row: _gib(row.most("peak_host")),
     "numbers": lambda row: row.numbers.partition(":")[0],
 }
@@ -73,7 +72,7 @@ def _rows(ladder: Ladder, wanted: Sequence[Rung]) -> Table:
         table.add_column(name, justify="left" if name == "numbers" else "right")
     for at, row in enumerate(rows):
         label = row.label + "".join(f"\n - {name}" for name in row.also_removed)
-        style = "red" if row.numbers == numbers.DIFFER else None
+        style = "red" if row.numbers == DIFFER else None
         table.add_row(label, *(column[at] for column in shown.values()), style=style)
     return table
 
@@ -83,7 +82,7 @@ def _reasons(ladder: Ladder, wanted: Sequence[Rung]) -> Iterator[str]:
     for row in map(ladder.row, wanted):
         if row.reason:
             yield f"{row.label}: {'cannot run' if row.status == 'failed' else 'ran'}; {row.reason}"
-        if row.numbers.startswith(numbers.DECLARED) or row.numbers == numbers.DIFFER:
+        if row.numbers.startswith(DECLARED) or row.numbers == DIFFER:
             yield f"{row.label}: {row.numbers} (against {row.compared_with}: {row.difference})"
 
 
@@ -129,7 +128,3 @@ def _seconds(value: float | None) -> str:
 
 def _gib(value: int | None) -> str:
     return "" if value is None else gib(value)
-
-
-def _count(value: int | None) -> str:
-    return "" if value is None else str(value)

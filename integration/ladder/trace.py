@@ -1,8 +1,15 @@
-"""What of a step's communication and copies no computation hides, from a Chrome trace. No torch."""
+"""Files that ranks leave for the ladder, and what no computation hides in their trace. No torch."""
 
 import json
 from collections.abc import Iterable
 from pathlib import Path
+
+RESULT_FILE = "measured.json"
+TRACE_FILE = "trace-{rank}.json"
+SNAPSHOT_FILE = "snapshot-{rank}.pickle"
+# What the ladder keeps of them, beside its JSON file.
+KEPT_TRACE = "{rung}.json.gz"
+KEPT_SNAPSHOT = "{rung}.snapshot.pickle.gz"
 
 Interval = tuple[float, float]  # begin and end, one unit throughout
 
@@ -35,21 +42,16 @@ def uncovered(intervals: Iterable[Interval], cover: Iterable[Interval]) -> float
     """Return how long at least one of ``intervals`` runs and none of ``cover`` does.
 
     >>> uncovered([(0, 4), (2, 6)], [(1, 3), (5, 9)])
-    3
+    3.0
     """
     cover = list(cover)
-    return _length(_merge([*intervals, *cover])) - _length(_merge(cover))
+    return _covered([*intervals, *cover]) - _covered(cover)
 
 
-def _merge(intervals: Iterable[Interval]) -> list[Interval]:
-    merged: list[Interval] = []
+def _covered(intervals: Iterable[Interval]) -> float:
+    """Return how long at least one of ``intervals`` runs."""
+    total, until = 0.0, float("-inf")
     for begin, end in sorted(intervals):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((begin, end))
-    return merged
-
-
-def _length(intervals: Iterable[Interval]) -> float:
-    return sum(end - begin for begin, end in intervals)
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total

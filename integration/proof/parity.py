@@ -121,14 +121,9 @@ def curve(names: Sequence[str], folder: Path, *, ranks: int) -> Curve:
 
 
 def _judge(name: str, baseline: Curve, got: Curve) -> Parity:
-    for what, expected, found in (
-        ("loss", baseline.losses, got.losses),
-        ("gradient norm", baseline.grad_norms, got.grad_norms),
-    ):
-        if len(expected) != STEPS or len(found) != STEPS:
-            return Parity(name, False, f"{len(found)} of {STEPS} steps were logged", got)
-        for step, (left, right) in enumerate(zip(expected, found, strict=True), start=1):
-            if left != right:
-                words = f"{what} of step {step}: expected {left!r}, got {right!r}"
-                return Parity(name, False, words, got)
-    return Parity(name, True, f"bitwise equal over {STEPS} steps", got)
+    other, run = ({"loss": c.losses, "grad_norm": c.grad_norms} for c in (baseline, got))
+    for logged in (*other.values(), *run.values()):
+        if len(logged) != STEPS:
+            return Parity(name, False, f"{len(logged)} of {STEPS} steps were logged", got)
+    words = evidence.differing(run, other)
+    return Parity(name, not words, words or f"bitwise equal over {STEPS} steps", got)

@@ -16,8 +16,7 @@ from integration.patchset import overlay, repository
 from integration.proof import parity
 from integration.proof import table as table_module
 from integration.proof.parity import Parity
-from integration.proof.stages import Stage, Suite, plan
-from integration.proof.verdict import Verdict, closing_line
+from integration.proof.stages import Stage, Suite, Verdict, closing_line, plan
 from integration.testing.suite import merge_reports, run_pytest
 
 REPORTS = REPO / "reports"
@@ -25,17 +24,14 @@ REPORTS = REPO / "reports"
 
 def run(names: Sequence[str], *, prove: bool, full: bool, project: bool, record: bool) -> bool:
     """Run and report; return whether all is as it must be."""
-    suites = plan(repository.load(), names, prove=prove, full=full, project=project)
+    everything = repository.load()
+    chosen = [c for c in everything if not names or c.name in names]
+    suites = plan(everything, names, prove=prove, full=full, project=project)
     console = terminal.console(160)
     verdicts: list[Verdict] = []
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
+    columns = (TextColumn("tests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("tests", total=len(suites))
+        task = progress.add_task("", total=len(suites))
         # A suite is mostly imports and waiting for ranks: two at once gain on two cores.
         with ThreadPoolExecutor(max_workers=max(1, cores())) as pool:
             # The project's trainings take longest: started last, they would run alone.
@@ -44,19 +40,21 @@ def run(names: Sequence[str], *, prove: bool, full: bool, project: bool, record:
                 verdict = future.result()
                 verdicts.append(verdict)
                 progress.advance(task)
-                progress.console.print(_line(verdict))
-    order = {id(suite): place for place, suite in enumerate(suites)}
-    verdicts.sort(key=lambda v: order[id(v.suite)])
+                outcome, color = verdict.outcome, "green" if verdict.good else "red"
+                progress.console.print(
+                    f"[{color}]{verdict.suite.title}: {verdict.words}[/] ({outcome.passed} passed, "
+                    f"{outcome.failed} failed, {outcome.skipped} skipped)"
+                )
+    verdicts.sort(key=lambda verdict: suites.index(verdict.suite))
     parities: list[Parity] = []
     if prove:
-        chosen = [c for c in repository.load() if not names or c.name in names]
         parities = parity.compare(chosen, REPORTS / "parity")
         for contribution, result in zip(chosen, parities, strict=True):
             if record and (file := parity.record(contribution, result)):
                 console.print(f"evidence: {file}")
     good = all(v.good for v in verdicts) and all(p.equal is not False for p in parities)
     if prove and full:
-        proof = _proof(names, verdicts, parities)
+        proof = table_module.rows(chosen, verdicts, parities, check(), everything)
         good = good and all(row.good for row in proof)
         shown = Table("contribution", *table_module.COLUMNS)
         for row in proof:
@@ -73,14 +71,6 @@ def run(names: Sequence[str], *, prove: bool, full: bool, project: bool, record:
     return good
 
 
-def _proof(
-    names: Sequence[str], verdicts: Sequence[Verdict], parities: Sequence[Parity]
-) -> list[table_module.Row]:
-    everything = repository.load()
-    chosen = [c for c in everything if not names or c.name in names]
-    return table_module.rows(chosen, verdicts, parities, check(), everything)
-
-
 def _run_suite(suite: Suite) -> Verdict:
     patched = overlay.build(suite.contributions)
     report, log = _files(suite)
@@ -95,15 +85,6 @@ def _files(suite: Suite) -> tuple[Path, Path]:
     base = REPORTS / suite.file_name
     base.parent.mkdir(parents=True, exist_ok=True)
     return base.with_name(base.name + ".xml"), base.with_name(base.name + ".log")
-
-
-def _line(verdict: Verdict) -> str:
-    outcome = verdict.outcome
-    color = "green" if verdict.good else "red"
-    return (
-        f"[{color}]{verdict.suite.title}: {verdict.words}[/] "
-        f"({outcome.passed} passed, {outcome.failed} failed, {outcome.skipped} skipped)"
-    )
 
 
 def _report(

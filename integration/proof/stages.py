@@ -1,16 +1,15 @@
-"""What is run for each contribution, and what must come out of it."""
+"""What is run for each contribution, what must come out of it, and what came."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from integration.ground.errors import UserError, nearest
 from integration.ground.paths import REPO
-
-if TYPE_CHECKING:
-    from integration.patchset.patch import Contribution
+from integration.patchset.patch import Contribution
+from integration.proof.parity import Parity
+from integration.testing.suite import Outcome
 
 
 class Stage(StrEnum):
@@ -29,7 +28,7 @@ class Suite:
     name: str
     stage: Stage
     tests: tuple[Path, ...]
-    contributions: tuple[str, ...] | None = field(default=())  # None: the full set
+    contributions: tuple[str, ...] | None = ()  # None: the full set
 
     @property
     def title(self) -> str:
@@ -41,7 +40,7 @@ class Suite:
 
 
 def plan(
-    contributions: Sequence["Contribution"],
+    contributions: Sequence[Contribution],
     names: Sequence[str],
     *,
     prove: bool,
@@ -59,9 +58,14 @@ def plan(
             raise UserError(f"unknown contribution {name}{nearest(name, known)}")
     suites = []
     for stage in [Stage.ALONE, *[Stage.FULL] * full, *[Stage.PRISTINE] * prove]:
-        for contribution in contributions:
-            if not names or contribution.name in names:
-                suites.append(_suite(contribution, stage))
+        for c in contributions:
+            if names and c.name not in names:
+                continue
+            tests = tuple(sorted(c.folder.glob("test_*.py")))
+            if not tests:
+                raise UserError(f"{c.name} has no test: {c.folder} holds no test_*.py")
+            own = () if stage is Stage.PRISTINE else (c.name,)
+            suites.append(Suite(c.name, stage, tests, None if stage is Stage.FULL else own))
     if project:
         tests = REPO / "integration" / "tests"
         parts = sorted(p for p in tests.iterdir() if p.is_dir() and any(p.rglob("test_*.py")))
@@ -70,15 +74,35 @@ def plan(
     return [s for s in suites if s.tests]
 
 
-def _suite(contribution: "Contribution", stage: Stage) -> Suite:
-    tests = tuple(sorted(contribution.folder.glob("test_*.py")))
-    if not tests:
-        raise UserError(
-            f"{contribution.name} has no test: {contribution.folder} holds no test_*.py"
-        )
-    which: dict[Stage, tuple[str, ...] | None] = {
-        Stage.PRISTINE: (),
-        Stage.ALONE: (contribution.name,),
-        Stage.FULL: None,
-    }
-    return Suite(contribution.name, stage, tests, which[stage])
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A suite's outcome against what its stage demands."""
+
+    suite: Suite
+    outcome: Outcome
+
+    @property
+    def good(self) -> bool:
+        """On the pristine pins at least one test must fail; everywhere else none may."""
+        if self.suite.stage is Stage.PRISTINE:
+            return self.outcome.ran and self.outcome.failed > 0
+        return self.outcome.green
+
+    @property
+    def words(self) -> str:
+        if self.suite.stage is not Stage.PRISTINE:
+            return "passes" if self.good else "FAILS"
+        return "fails, as it must" if self.good else "PASSES WITHOUT THE PATCH: proves nothing"
+
+
+def closing_line(verdicts: list[Verdict], parities: list[Parity]) -> str:
+    """Return ``N passed, M failed``; a pristine suite and a parity count as one test each."""
+    passed = sum(parity.equal is True for parity in parities)
+    failed = sum(parity.equal is False for parity in parities)
+    for verdict in verdicts:
+        if verdict.suite.stage is Stage.PRISTINE:
+            passed, failed = passed + verdict.good, failed + (not verdict.good)
+        else:
+            passed += verdict.outcome.passed
+            failed += verdict.outcome.failed
+    return f"{passed} passed, {failed} failed"

@@ -6,15 +6,14 @@ from dataclasses import dataclass
 
 from integration.evidence import readme
 from integration.evidence import record as evidence
-from integration.evidence.stale import DIGITS
+from integration.evidence.check import DIGITS
 from integration.ground import paths
 from integration.ground.errors import UserError
 from integration.patchset import check
 from integration.patchset.finding import Finding
 from integration.patchset.patch import Contribution
 from integration.proof.parity import Parity
-from integration.proof.stages import Stage
-from integration.proof.verdict import Verdict
+from integration.proof.stages import Stage, Verdict
 
 COLUMNS = (
     "alone", "fails without it", "with requirements", "both orders", "full set", "bitwise parity",

@@ -1,15 +1,22 @@
-"""What each contribution is worth inside the set: the ladder's JSON as charts."""
+"""What each contribution is worth inside the set: the ladder's JSON as charts.
+
+A ladder of one rung (`--only full`) is a figure with nothing beside it. Those of one job that
+differ in TorchTitan's options alone are one record, whose rungs are named by the ladders' labels.
+"""
 
 import json
-from collections.abc import Sequence
+import shlex
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from integration.evidence import check
 from integration.ground import paths
 from integration.ground.units import seconds, size
-from integration.ladder.numbers import NOT_COMPARED
+from integration.ladder.result import KIND, NOT_COMPARED
+from integration.ladder.rungs import FULL_SET
 from integration.report.charts import Bar, Bars, Chart, Lines
-from integration.report.merge import Record, members
 from integration.report.page import (
     Beside,
     Block,
@@ -21,33 +28,96 @@ from integration.report.page import (
     Table,
 )
 
+Record = Mapping[str, Any]
 COMMAND = "integration ladder slice --record"
-FULL_SET = "full set"
 # More are not read one after the other, and so are closed: rungs of a chart, rows of the table.
 MANY, MANY_ROWS = 20, 12
 PHASES = {"forward_s": "forward", "backward_s": "backward", "optimizer_s": "optimizer"}
 PHASES_TITLE = "Where a step's time goes"
 REST = "rest"
+# What members of one record may differ in. Not in steps, versions or patches: beside each other,
+# their medians are to say what the options do.
+FREE = {"command", "date", "label", "measured_patches", "options", "published", "rungs"}
 BLANK = ("", NOT_COMPARED)  # a column of these alone is left out
 SEEN = 0.005  # of a step: less is rounding
-# Part of forward and backward: what no computation hides.
-EXPOSED = {"exposed_communication_s": "exposed comm.", "exposed_copies_s": "exposed copies"}
 
 
 def recorded() -> list[Record]:
     """Return the ladders that are kept as evidence of the set."""
     folder = paths.REPO / "integration" / "evidence"
-    found = (load(file) for file in sorted(folder.glob("*.json")))
-    return [record for record in found if record]
+    return [record for file in sorted(folder.glob("*.json")) if (record := load(file))]
 
 
 def load(file: Path) -> Record | None:
     """Return a ladder's record, or None where the file is none."""
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    found = check.record(file)
+    return found if found.get("kind") == KIND else None
+
+
+def merged(records: Sequence[Record]) -> list[Record]:
+    """Return ladders with those of one rung merged where they can be, in the order to be read.
+
+    A merged record has ``members``, the records that it is made of, and ``alone``, the label that
+    their rungs have in common. Each of its rungs has ``options``: those that not all have.
+    """
+    groups: dict[str, list[Record]] = {}
+    for number, record in enumerate(records):
+        groups.setdefault(_job(record) or str(number), []).append(record)
+    found = [_merge(group) if len(group) > 1 else group[0] for group in groups.values()]
+    return sorted(found, key=_place)
+
+
+def members(record: Record) -> Sequence[Record]:
+    """Return the ladders that ``record`` is made of, as they were measured."""
+    return record.get("members", [record])
+
+
+def settings(options: Sequence[str]) -> list[str]:
+    """Return each option with its value: ``['--a', 'b', '--c', 'd:e']`` -> ``['--a b', '--c',
+    'd:e']``; tyro's choice of a class, ``field:class``, stands alone."""
+    found: list[str] = []
+    open_flag = False
+    for word in options:
+        if open_flag and not word.startswith("--") and ":" not in word:
+            found[-1] += f" {shlex.quote(word)}"
+        else:
+            found.append(shlex.quote(word))
+        open_flag = word.startswith("--") and "=" not in word
+    return found
+
+
+def _job(record: Record) -> str | None:
+    """Return what members of one record have in common, or None for a ladder of several rungs."""
+    if len(record["rungs"]) != 1:
         return None
-    return record if isinstance(record, dict) and record.get("kind") == "ladder" else None
+    same = {key: value for key, value in record.items() if key not in FREE}
+    return json.dumps([same, record["rungs"][0]["label"]], sort_keys=True)
+
+
+def _merge(group: Sequence[Record]) -> Record:
+    """Return one record of ``group``, the slowest rung first; one that did not run is slowest."""
+    found = {id(record): settings(record.get("options", ())) for record in group}
+    in_all = Counter(setting for each in found.values() for setting in dict.fromkeys(each))
+    rungs = []
+    for record in group:
+        (rung,) = record["rungs"]
+        own = [s for s in found[id(record)] if in_all[s] < len(group)]
+        label = record.get("label") or " ".join(found[id(record)]) or rung["label"]
+        rungs.append((rung | {"label": label, "options": own}, record))
+    rungs.sort(key=lambda pair: pair[0]["median"].get("tokens_s_gpu", 0.0))
+    return {
+        **group[0],
+        "label": "",
+        "date": " and ".join(sorted({record["date"] for record in group})),
+        "alone": group[0]["rungs"][0]["label"],
+        "rungs": [rung for rung, _ in rungs],
+        "members": [record for _, record in rungs],
+    }
+
+
+def _place(record: Record) -> tuple[bool, bool, bool]:
+    """Order: GPUs before CPUs; then ladders of several rungs, those merged, those of one rung."""
+    return not record["machine"]["gpus"], len(record["rungs"]) == 1, "members" in record
 
 
 def title(record: Record) -> str:
@@ -72,7 +142,7 @@ def section(records: Sequence[Record]) -> Section:
     """Return the ladders; beside the first, the published one.
 
     Args:
-        records: as ``merge.merged`` returns them.
+        records: as ``merged`` returns them.
     """
     if not records:
         what = (
@@ -93,7 +163,7 @@ def _blocks(record: Record, published: Sequence[Record] | None) -> list[Block]:
     without = [r for r in rungs if r["kind"] == "without"]
     charts = []
     details: list[Block] = []
-    if _any_ran(climb):
+    if any(rung["status"] == "ok" for rung in climb):
         charts.append(_rates(record, climb, f"Tokens/s a GPU, {_way(record, climb)}"))
     if published:
         charts.append(_published(published))
@@ -103,7 +173,7 @@ def _blocks(record: Record, published: Sequence[Record] | None) -> list[Block]:
             details.append(Closed(f"{phases.title}: {len(timed)} rungs", [phases]))
         else:
             charts.append(phases)
-    if _any_ran(without):
+    if any(rung["status"] == "ok" for rung in without):
         # Not where only some contributions were asked for.
         whole = [rung for rung in climb if len(rung["set"]) == len(record["patches"])]
         full = [{**rung, "label": FULL_SET} for rung in whole[-1:]]
@@ -144,11 +214,6 @@ def _way(record: Record, climb: Sequence[Record]) -> str:
     if climb[1]["kind"] == "variant":
         return f"{climb[0]['label']} and variants"
     return "adding one by one"
-
-
-def _any_ran(rungs: Sequence[Record]) -> bool:
-    """Tell whether there is anything to draw; the table says why there is not."""
-    return any(rung["status"] == "ok" for rung in rungs)
 
 
 def _rates(record: Record, rungs: Sequence[Record], name: str) -> Chart:
@@ -207,32 +272,29 @@ def _phases(rungs: Sequence[Record]) -> Chart:
     return Bars(title=PHASES_TITLE, bars=rows, form=seconds, note=note)
 
 
+# Heading -> what a rung that ran shows below it.
+COLUMNS: dict[str, Callable[[Record], str]] = {
+    "tokens/s": lambda rung: f"{rung['median']['tokens_s_gpu']:,.0f}",
+    "step": lambda rung: seconds(rung["median"]["step_s"]),
+    "MFU": lambda rung: f"{mfu:.1%}" if (mfu := rung["median"].get("mfu")) else "",
+    "exposed comm.": lambda rung: _exposed(rung, "exposed_communication_s"),
+    "exposed copies": lambda rung: _exposed(rung, "exposed_copies_s"),
+    "peak allocated": lambda rung: _most(rung, "peak_allocated", size),
+    "peak reserved": lambda rung: _most(rung, "peak_reserved", size),
+    "retries": lambda rung: _most(rung, "alloc_retries", str),
+    "peak host": lambda rung: _most(rung, "peak_host", size),
+    "numbers": lambda rung: str(rung["numbers"]),
+}
+
+
 def _table(rungs: Sequence[Record]) -> Table:
-    peaks = ("peak allocated", "peak reserved", "retries", "peak host")
-    heads = ("rung", "tokens/s", "step", "MFU", *EXPOSED.values(), *peaks, "numbers", "options")
     rows: list[tuple[str, ...]] = []
     for rung in rungs:
-        options = " ".join(rung.get("options", ()))
+        cells = [form(rung) if rung["status"] == "ok" else "" for form in COLUMNS.values()]
         if rung["status"] != "ok":
-            blank = [""] * (len(heads) - 3)
-            rows.append((rung["label"], *blank, f"did not run: {rung['reason']}", options))
-            continue
-        median = rung["median"]
-        rows.append(
-            (
-                rung["label"],
-                f"{median['tokens_s_gpu']:,.0f}",
-                seconds(median["step_s"]),
-                f"{median['mfu']:.1%}" if median.get("mfu") else "",
-                *("" if median.get(key) is None else seconds(median[key]) for key in EXPOSED),
-                _most(rung, "peak_allocated", size),
-                _most(rung, "peak_reserved", size),
-                _most(rung, "alloc_retries", str),
-                _most(rung, "peak_host", size),
-                str(rung["numbers"]),
-                options,
-            )
-        )
+            cells[-1] = f"did not run: {rung['reason']}"
+        rows.append((rung["label"], *cells, " ".join(rung.get("options", ()))))
+    heads = ("rung", *COLUMNS, "options")
     used = [n for n in range(len(heads)) if n == 0 or any(row[n] not in BLANK for row in rows)]
     return Table(
         heads=[heads[n] for n in used],
@@ -241,7 +303,13 @@ def _table(rungs: Sequence[Record]) -> Table:
     )
 
 
-def _most(rung: Record, key: str, form: Any) -> str:
+def _exposed(rung: Record, key: str) -> str:
+    """Return the part of forward and backward that no computation hides."""
+    value = rung["median"].get(key)
+    return "" if value is None else seconds(value)
+
+
+def _most(rung: Record, key: str, form: Callable[[Any], str]) -> str:
     values = [run[key] for run in rung["runs"] if run.get(key) is not None]
     return form(max(values)) if values else ""
 

@@ -18,7 +18,6 @@ from integration.report.charts import Bar, Bars, Chart, Lines
 
 HERE = Path(__file__).parent
 LONG = 24  # characters: more is no number
-_LONG = {False: "", True: ' class="long"'}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,19 +248,18 @@ def _lines(chart: Lines) -> str:
 def _table(table: Table) -> str:
     # A column with a sentence in it: to the left, and it may be broken.
     long = [any(len(row[n]) > LONG for row in table.rows) for n in range(len(table.heads))]
-    heads = "".join(
-        f'<th scope="col"{_LONG[wide]}>{escape(head)}</th>'
+    columns = [
+        (escape(head), ' class="long"' if wide else "")
         for head, wide in zip(table.heads, long, strict=True)
-    )
-    rows = "".join(
-        "<tr>"
-        + "".join(
-            f'<td{_LONG[wide]} data-head="{escape(head)}">{_cell(cell)}</td>'
-            for cell, wide, head in zip(row, long, table.heads, strict=True)
+    ]
+    heads = "".join(f'<th scope="col"{kind}>{head}</th>' for head, kind in columns)
+    rows = ""
+    for row in table.rows:
+        cells = "".join(
+            f'<td{kind} data-head="{head}">{cell if isinstance(cell, Html) else escape(cell)}</td>'
+            for cell, (head, kind) in zip(row, columns, strict=True)
         )
-        + "</tr>"
-        for row in table.rows
-    )
+        rows += f"<tr>{cells}</tr>"
     title = f"<caption>{escape(table.title)}</caption>" if table.title else ""
     kind = "numbers" if table.numbers else "words"
     # Wider than a telephone: it scrolls within itself, and the keyboard reaches it.
@@ -271,10 +269,6 @@ def _table(table: Table) -> str:
         f'<table class="{kind}">{title}<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
         "</div>"
     )
-
-
-def _cell(text: str) -> str:
-    return text if isinstance(text, Html) else escape(text)
 
 
 def _commands(rows: Sequence[tuple[str, str]]) -> str:

@@ -8,10 +8,7 @@ from html import escape
 from pathlib import Path
 
 from integration.ground import files, paths
-from integration.jobs.catalog import JUPITER_1T
-from integration.jobs.cluster import load
-from integration.plan.plan import make
-from integration.report import ladder, merge
+from integration.report import ladder
 from integration.report import plan as plan_page
 from integration.report.charts import Bar, Bars
 from integration.report.page import Beside
@@ -35,29 +32,27 @@ def write_all(folder: Path = FOLDER) -> list[Path]:
     """Write the pictures that README shows; return their paths.
 
     Raises:
-        OSError: a file cannot be written.
+        UserError: a file cannot be written; none was changed then.
     """
-    written = []
-    for name, text in pictures().items():
-        files.write(folder / name, text)
-        written.append(folder / name)
-    return written
+    made = pictures()
+    files.replace_all(folder, {name: text.encode() for name, text in made.items()})
+    return [folder / name for name in made]
 
 
 def pictures() -> dict[str, str]:
     """Return the SVG text of each picture by its file name, of what is kept."""
     found: dict[str, Bars] = {}
-    records = merge.merged(ladder.recorded())
+    records = ladder.merged(ladder.recorded())
     if records:
         rates, phases = _of_ladder(records[0])
         found |= {"ladder.svg": rates, "step-by-phase.svg": phases}
-    plan = make(JUPITER_1T, load(JUPITER_1T.cluster))
+    plan = plan_page.planned()
     device, host = plan_page.memory(plan)
     found["budget-1t.svg"] = _budget(plan.job.name, device, host)
     return {name: svg(bars) for name, bars in found.items()}
 
 
-def _of_ladder(record: merge.Record) -> tuple[Bars, Bars]:
+def _of_ladder(record: ladder.Record) -> tuple[Bars, Bars]:
     """Return the rates and the phases of the first ladder's section."""
     blocks = [block for block in ladder.section([record]).blocks if isinstance(block, Beside)]
     charts = [chart for chart in blocks[0].charts if isinstance(chart, Bars)]

@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from integration.ground.units import GIB, size
+from integration.jobs.catalog import JUPITER_1T
+from integration.jobs.cluster import load
 from integration.plan import traffic
-from integration.plan.plan import Change, Plan
+from integration.plan.plan import Change, Plan, make
 from integration.plan.published import Figure
 from integration.plan.render import number
 from integration.report import page
 from integration.report.charts import Bar, Bars
-from integration.report.page import Block, Section, Table
+from integration.report.page import Beside, Block, Section, Table
 
 GIGA = 1e9
 
@@ -63,6 +65,11 @@ def sections(plan: Plan, changes: list[Change]) -> list[Section]:
     ]
 
 
+def planned() -> Plan:
+    """Return the plan of the 1T job on its own cluster."""
+    return make(JUPITER_1T, load(JUPITER_1T.cluster))
+
+
 def memory(plan: Plan) -> list[Bars]:
     """Return the worst rank's memory by item, on the GPU and on the host, against what is there."""
     where = (
@@ -70,6 +77,20 @@ def memory(plan: Plan) -> list[Bars]:
         ("Host", plan.worst.host, plan.cluster.host.memory_gib),
     )
     return [_budget(name, items, there * GIB) for name, items, there in where]
+
+
+def budget() -> Section:
+    """Return the memory of the 1T job's worst rank by item, from the plan."""
+    plan = planned()
+    lead = (
+        f"{plan.job.name} on {plan.job.ranks} {plan.cluster.gpu.name}: rank {plan.worst.rank}, the "
+        f"worst, by formula, at {plan.worst.moment} where the GPU is fullest."
+    )
+    return Section(
+        title="Memory budget of the 1T job",
+        blocks=[lead, Beside(tuple(memory(plan)))],
+        command=f"integration plan {plan.job.name}",
+    )
 
 
 def _budget(name: str, items: dict[str, float], there: float) -> Bars:
@@ -92,12 +113,9 @@ def _traffic(plan: Plan) -> list[Block]:
     rows, found = traffic.table(plan.flows), []
     for link, name in names.items():
         causes = {cause: links[link] / GIGA for cause, links in rows.items() if links[link]}
-        if causes:
-            shown = [
-                Bar(label=cause, parts={"GB": value}, text=f"{value:,.1f}")
-                for cause, value in causes.items()
-            ]
-            found.append(Bars(title=f"{name}, GB", bars=shown, form="{:,.1f} GB".format))
+        bars = [Bar(label=k, parts={"GB": v}, text=f"{v:,.1f}") for k, v in causes.items()]
+        if bars:
+            found.append(Bars(title=f"{name}, GB", bars=bars, form="{:,.1f} GB".format))
     return found
 
 

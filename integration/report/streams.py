@@ -12,7 +12,7 @@ from typing import Any
 from integration.evidence import trace as traces
 from integration.ground import paths
 from integration.report.charts import Bar, Bars
-from integration.report.merge import Record, members
+from integration.report.ladder import Record, members
 from integration.report.page import Commands, Missing, Section, first_open
 
 PATTERN = "evidence/trace-*.json.gz"
@@ -44,15 +44,13 @@ def section(found: Sequence[Path], records: Sequence[Record] = ()) -> Section:
         return Section(title="Step by stream", blocks=[Missing(what=what, command=COMMAND)])
     read = [(file, traces.read(file)) for file in found]
     read.sort(key=lambda pair: _place(pair[0], pair[1].get("command") or "", records))
-    charts = [_chart(file, trace) for file, trace in read]
-    made = [
-        (chart.title, trace["command"])
-        for chart, (_, trace) in zip(charts, read, strict=True)
-        if trace.get("command")
-    ]
-    return Section(
-        title="Step by stream", blocks=[HOW, Commands(made), *first_open(charts, "each trace")]
-    )
+    charts, made = [], []
+    for file, trace in read:
+        charts.append(_chart(file, trace))
+        if trace.get("command"):
+            made.append((charts[-1].title, trace["command"]))
+    blocks = [HOW, Commands(made), *first_open(charts, "each trace")]
+    return Section(title="Step by stream", blocks=blocks)
 
 
 def _place(file: Path, command: str, records: Sequence[Record]) -> tuple[int, int, str]:
@@ -67,9 +65,8 @@ def _place(file: Path, command: str, records: Sequence[Record]) -> tuple[int, in
 
 def _chart(file: Path, trace: dict[str, Any]) -> Bars:
     begin, end = _step(trace["traceEvents"])
-    rows = [Bar(label=WHOLE, parts={WHOLE: end - begin}, text=_ms(end - begin))]
-    for stream, kinds in _busy(trace["traceEvents"], begin, end).items():
-        rows.append(Bar(label=stream, parts=kinds, text=_ms(sum(kinds.values()))))
+    busy = {WHOLE: {WHOLE: end - begin}} | _busy(trace["traceEvents"], begin, end)
+    rows = [Bar(label=k, parts=v, text=_ms(sum(v.values()))) for k, v in busy.items()]
     name = file.name.removeprefix("trace-").removesuffix(".json.gz").replace("-", " ")
     bound = len(trace["patches"])
     patches = f"with {bound} patch{'es' * (bound > 1)}" if bound else "pristine"

@@ -3,7 +3,8 @@
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,41 +82,37 @@ def run_pytest(
     return read_report(report, log)
 
 
+def _cases(report: Path) -> Iterator[tuple[str, str, str, float]]:
+    """Yield test id, outcome, first line of its message and seconds of each test of a report."""
+    for case in ET.parse(report).getroot().iter("testcase"):
+        tags = {child.tag: child for child in case}
+        worst = next((t for t in ("error", "failure", "skipped") if t in tags), "passed")
+        message = (tags[worst].get("message") or "").strip() if worst in tags else ""
+        name = "::".join(filter(None, (case.get("classname"), case.get("name"))))
+        outcome = "failed" if worst == "failure" else worst
+        yield name, outcome, message.partition("\n")[0], float(case.get("time", "0"))
+
+
 def read_report(report: Path, log: Path) -> Outcome:
     """Read pytest's JUnit XML; a missing or empty one is a failure that points to the log."""
     if not report.exists():
         return Outcome(0, 1, 0, 0.0, (f"pytest ended without a report: {log}",), False)
-    passed = skipped = 0
-    failures = []
-    seconds = 0.0
-    for case in ET.parse(report).getroot().iter("testcase"):
-        seconds += float(case.get("time", "0"))
-        bad = case.find("failure")
-        bad = case.find("error") if bad is None else bad
-        if bad is not None:
-            message = (bad.get("message") or "").strip().splitlines()
-            name = "::".join(filter(None, (case.get("classname"), case.get("name"))))
-            failures.append(f"{name}: {message[0] if message else 'failed'}")
-        elif case.find("skipped") is not None:
-            skipped += 1
-        else:
-            passed += 1
-    if not passed and not failures and not skipped:
+    cases = list(_cases(report))
+    seconds = sum(case[3] for case in cases)
+    if not cases:
         return Outcome(0, 1, 0, seconds, (f"no test was collected: {log}",), False)
-    return Outcome(passed, len(failures), skipped, seconds, tuple(failures), True)
+    count = Counter(outcome for _, outcome, _, _ in cases)
+    failures = tuple(
+        f"{name}: {message or 'failed'}"
+        for name, outcome, message, _ in cases
+        if outcome in ("error", "failed")
+    )
+    return Outcome(count["passed"], len(failures), count["skipped"], seconds, failures, True)
 
 
 def outcomes(report: Path) -> dict[str, str]:
     """Return ``test id: passed, failed, error or skipped`` of a JUnit report, if it exists."""
-    if not report.exists():
-        return {}
-    found = {}
-    for case in ET.parse(report).getroot().iter("testcase"):
-        tags = {child.tag for child in case}
-        worst = next((t for t in ("error", "failure", "skipped") if t in tags), "passed")
-        name = "::".join(filter(None, (case.get("classname"), case.get("name"))))
-        found[name] = "failed" if worst == "failure" else worst
-    return found
+    return {name: outcome for name, outcome, _, _ in _cases(report)} if report.exists() else {}
 
 
 def merge_reports(reports: Sequence[tuple[str, Path]], target: Path) -> None:

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from integration.bench import catalog, peers
 from integration.bench import run as run_module
-from integration.bench.run import Request
-from integration.bench.table import table
+from integration.bench.run import Request, table
 from integration.ground import paths
 from integration.ground.errors import UserError
 from integration.patchset import repository
@@ -85,6 +84,30 @@ def test_what_cannot_be_measured(
     monkeypatch.setattr(run_module, "gpu_count", lambda: 0)
     with pytest.raises(UserError, match=sentence):
         run_module.run(request_)
+
+
+def test_a_bench_that_can_do_with_fewer_gpus_runs_on_those_that_are_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines: list[list[str]] = []
+    monkeypatch.setattr(run_module, "_call", lambda line, env: lines.append(line) or {})
+    monkeypatch.setenv("INTEGRATION_OUTPUTS", str(tmp_path))
+    for gpus in (1, 2, 8):
+        monkeypatch.setattr(run_module, "gpu_count", lambda gpus=gpus: gpus)
+        run_module.run(Request("unshard_async_h2d", ("--rounds", "1")))
+        told = "unshard_async_h2d is meant for 2 GPUs; it is measured on the 1 here"
+        assert (told in capsys.readouterr().out) == (gpus == 1)
+    assert [line[line.index("--gpus") :] for line in lines] == [
+        ["--gpus", count, "--rounds", "1"] for count in ("1", "2", "2")
+    ]
+    monkeypatch.setattr(run_module, "gpu_count", lambda: 1)
+    with pytest.raises(UserError, match=r"unshard_async_op is measured on 2 GPUs .*finds 1 here"):
+        run_module.run(Request("unshard_async_op"))
+    monkeypatch.setattr(run_module, "gpu_count", lambda: 0)
+    with pytest.raises(UserError, match=r"is measured on 2 GPUs, or 1 .*finds none here"):
+        run_module.run(Request("unshard_async_h2d"))
+    with pytest.raises(ValueError, match="least_gpus of b must be from 1 to below its 1 gpus"):
+        catalog.Bench(name="b", what="", columns={}, gpus=1, least_gpus=1)
 
 
 def test_the_line_has_the_overlay_the_peers_and_the_user_s_options_last() -> None:
@@ -166,13 +189,14 @@ def test_a_peer_that_cannot_be_had_says_so_and_stops_no_other(
         catalog.Peer(package=name, version="9", bench="b", importable=True)
         for name in ("old", "bringing", "good")
     ]
-    reasons = peers.install(three, tmp_path)
+    reasons = {peer.title: peers.install(peer, tmp_path) for peer in three}
     assert "Requires-Python" in reasons["old 9"]
     assert reasons["bringing 9"] == "it brought another torch, which was removed"
     assert reasons["good 9"] == peers.why_not(three[2], tmp_path) == ""
     assert not (tmp_path / "bringing/torch").exists()
     assert all("--no-deps" in line for line in calls)
-    peers.install(three, tmp_path)
+    for peer in three:
+        peers.install(peer, tmp_path)
     assert len(calls) == 5  # the good one is there
     newer = catalog.Peer(package="good", version="10", bench="b", importable=True)
     assert peers.why_not(newer, tmp_path).startswith("9 is installed")

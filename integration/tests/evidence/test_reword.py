@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from integration.evidence import readme, trace
-from integration.evidence.stale import DIGITS
+from integration.evidence.check import DIGITS
 from integration.ground import files as atomic
 from integration.ground.errors import UserError
 from integration.patchset import repository

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from integration.evidence import snapshot
-from integration.evidence.stale import stale
-from integration.ladder import keep, rungs
+from integration.evidence import record, snapshot
+from integration.evidence.check import stale
+from integration.ladder import run, rungs
 from integration.tests.evidence.test_snapshot import made_snapshot
 from integration.tests.ladder.made import CHAIN, PLACE, measured
 from integration.tests.ladder.test_result import LADDER
@@ -26,7 +26,7 @@ KERNEL = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 1.0
     ],
 )
 def test_evidence_is_named_by_where_it_comes_from(machine, name):
-    assert keep.where(replace(LADDER, machine=machine)) == name
+    assert record.short(machine, LADDER.ranks) == name
 
 
 def test_the_lowest_and_the_full_set_keep_what_they_did(tmp_path):
@@ -48,7 +48,7 @@ def test_the_lowest_and_the_full_set_keep_what_they_did(tmp_path):
         history = pickle.dumps(made_snapshot(), protocol=4)
         (traces / f"{rung.slug}.snapshot.pickle.gz").write_bytes(gzip.compress(history))
 
-    kept = keep.keep(ladder, wanted, traces, folder)
+    kept = run.keep(ladder, wanted, traces, folder)
 
     sets = [rung for rung in wanted if rung.kind in rungs.SETS]
     low, full = sets[1], max(sets, key=lambda rung: len(rung.names))
@@ -79,5 +79,5 @@ def test_a_ladder_without_traces_is_kept_alone(tmp_path):
     wanted = rungs.climb(CHAIN, PLACE)
     ladder.arrange(wanted)
     ladder.row(wanted[0]).add(measured(), ranks=1)
-    (kept,) = keep.keep(ladder, wanted, tmp_path / "none", tmp_path)
+    (kept,) = run.keep(ladder, wanted, tmp_path / "none", tmp_path)
     assert json.loads(kept.read_text())["kind"] == "ladder"

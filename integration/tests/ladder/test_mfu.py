@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from integration.jobs.catalog import SLICE
-from integration.ladder.mfu import mfu, peak_flops
+from integration.ladder.result import mfu, peak_flops
 
 H200 = {"gpus": 2, "gpu": "NVIDIA H200, 580.1"}
 TOKENS = 65_536

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from integration.ground.errors import UserError
+from integration.jobs.catalog import SLICE
 from integration.ladder import rungs
-from integration.ladder.result import Ladder, Row
+from integration.ladder.result import Ladder, Row, mfu
 from integration.tests.ladder.made import CHAIN, PLACE, measured
 
 LADDER = Ladder(
@@ -215,9 +216,10 @@ def test_another_file_is_refused(text, tmp_path):
 
 
 def test_utilisation_is_of_the_median_step_and_kept(tmp_path):
-    ladder = replace(_ladder(), ranks=2, tokens_a_step=600)
-    ladder.utilise(lambda tokens, seconds: tokens * seconds)
+    machine = {"gpus": 2, "gpu": "NVIDIA H200, 580.1"}
+    ladder = replace(_ladder(), ranks=2, tokens_a_step=600, machine=machine)
+    ladder.utilise(SLICE)
     row = ladder.rungs[0]
-    assert row.median["mfu"] == 300 * (row.median["step_s"] or 0) > 0
+    assert row.median["mfu"] == (mfu(SLICE, machine, 300, row.median["step_s"] or 0) or 0) > 0
     ladder.save(tmp_path / "ladder.json")
     assert Ladder.load(tmp_path / "ladder.json").rungs[0].median["mfu"] == row.median["mfu"]

@@ -7,15 +7,14 @@ from pathlib import Path
 import pytest
 from expecttest import assert_expected_inline
 
-from integration.evidence.stale import stale
+from integration.evidence.check import stale
 from integration.ground import paths
 from integration.ground.errors import UserError
 from integration.patchset.finding import Finding
 from integration.patchset.patch import Contribution, Trailer
 from integration.proof import table
 from integration.proof.parity import Parity
-from integration.proof.stages import Stage, Suite
-from integration.proof.verdict import Verdict
+from integration.proof.stages import Stage, Suite, Verdict
 from integration.testing.suite import Outcome
 
 

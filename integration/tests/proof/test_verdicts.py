@@ -8,8 +8,7 @@ import pytest
 from integration.patchset import overlay
 from integration.proof import parity
 from integration.proof.parity import Curve, Parity
-from integration.proof.stages import Stage, Suite
-from integration.proof.verdict import Verdict, closing_line
+from integration.proof.stages import Stage, Suite, Verdict, closing_line
 from integration.testing.suite import Outcome, merge_reports, read_report, run_pytest
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from integration.evidence import trace
-from integration.report import ladder, memory, merge, page, report, runs, streams
+from integration.report import ladder, memory, page, report, streams
 from integration.report.charts import Bars
 from integration.report.page import Closed, Commands, Section, Table
 from integration.tests.report import samples
@@ -26,14 +26,14 @@ def three() -> list[dict]:
 
 
 def test_ladders_of_one_rung_and_job_become_one_the_slowest_first() -> None:
-    (record,) = merge.merged(three())
+    (record,) = ladder.merged(three())
     assert [rung["label"] for rung in record["rungs"]] == ["plain", "flash", "none"]
     assert [rung["options"] for rung in record["rungs"]] == [
         [],
         ["--override.imports some.flash"],
         ["--override.imports some.flash", "--compile.enable", "activation_checkpoint:none"],
     ]
-    assert [m["label"] for m in merge.members(record)] == ["plain", "flash", "none"]
+    assert [m["label"] for m in ladder.members(record)] == ["plain", "flash", "none"]
     assert ladder.title(record).endswith("65,536 tokens a step: the full set alone")
 
 
@@ -46,7 +46,7 @@ def test_ladders_of_one_rung_and_job_become_one_the_slowest_first() -> None:
     ],
 )  # fmt: skip
 def test_another_job_is_not_merged(key: str, value: object) -> None:
-    records = merge.merged([*three(), samples.alone("other", 0.7, **{key: value})])
+    records = ladder.merged([*three(), samples.alone("other", 0.7, **{key: value})])
     assert [len(record["rungs"]) for record in records] == [3, 1]
     assert "members" not in records[1]
 
@@ -54,27 +54,27 @@ def test_another_job_is_not_merged(key: str, value: object) -> None:
 def test_one_rung_is_not_merged_with_that_of_another_set() -> None:
     other = samples.alone("other", 0.7)
     other["rungs"][0]["label"] = "pristine"
-    assert len(merge.merged([samples.alone("one", 0.7), other])) == 2
+    assert len(ladder.merged([samples.alone("one", 0.7), other])) == 2
 
 
 def test_one_that_did_not_run_is_the_slowest_and_says_why() -> None:
     failed = samples.alone("huge", 1.0, "--training.seq_len", "9")
     failed["rungs"] = [samples.ladder()["rungs"][3] | {"label": "full set", "kind": "add"}]
-    (record,) = merge.merged([*three(), failed])
+    (record,) = ladder.merged([*three(), failed])
     assert [rung["label"] for rung in record["rungs"]][:2] == ["huge", "plain"]
     assert "did not run: out of GPU memory" in page.render("t", "", [ladder.section([record])])
 
 
 def test_gpus_come_before_cpus_and_ladders_before_what_is_merged_and_what_is_alone() -> None:
     single = samples.alone("single", 1.0, ranks=1)
-    records = merge.merged([samples.long(), single, *three(), samples.ladder()])
+    records = ladder.merged([samples.long(), single, *three(), samples.ladder()])
     assert [(r["config"], r["ranks"], len(r["rungs"])) for r in records] == [
         ("slice", 2, 5), ("slice", 2, 3), ("slice", 1, 1), ("mini", 2, 24),
     ]  # fmt: skip
 
 
 def test_a_merged_ladder_is_one_chart_each_and_a_table_with_mfu_and_options() -> None:
-    records = merge.merged([*three(), samples.ladder()])
+    records = ladder.merged([*three(), samples.ladder()])
     section = ladder.section(records)
     assert [chart.title for chart in drawn(section)].count("Published, tokens/s a GPU") == 1
     closed = section.blocks[-1]
@@ -122,23 +122,23 @@ def test_the_rest_of_a_step_is_drawn_where_phases_do_not_fill_it() -> None:
 
 
 def test_one_line_of_a_few_losses_is_words_unless_it_is_all(tmp_path: Path) -> None:
-    alone = runs.section([samples.ladder()], [])
+    alone = report.losses([samples.ladder()], [])
     assert len(drawn(alone)) == 1
     run = run_folder(tmp_path / "mini" / "1", [8.5, 8.25])
-    section = runs.section([samples.ladder()], [run])
+    section = report.losses([samples.ladder()], [run])
     assert [chart.title for chart in drawn(section)] == ["Training runs"]
     assert "in 6 steps the loss goes from 9.0000 to 7.5000" in str(section.blocks[-1])
     apart = samples.ladder()
     apart["rungs"][1]["runs"][0] = apart["rungs"][1]["runs"][0] | {"loss": [9.0, 1.0]}
-    assert len(drawn(runs.section([apart], [run]))) == 2
+    assert len(drawn(report.losses([apart], [run]))) == 2
 
 
 def test_traces_of_a_merged_ladder_come_in_its_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "_shown", lambda file: file.name)
-    (record,) = merge.merged(three())
-    commands = {m["label"]: f"{m['command']}: full set" for m in merge.members(record)}
+    (record,) = ladder.merged(three())
+    commands = {m["label"]: f"{m['command']}: full set" for m in ladder.members(record)}
     files = []
     for name, long in (("none", 1), ("other", 4), ("plain", 2)):
         events, _ = trace.trim(samples.profile(kernels=100)["traceEvents"])

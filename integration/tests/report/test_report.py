@@ -17,7 +17,7 @@ from integration.evidence import trace
 from integration.ground import paths
 from integration.ground.errors import UserError
 from integration.patchset import repository
-from integration.report import charts, ladder, memory, page, picture, report, runs, streams
+from integration.report import charts, ladder, memory, page, picture, report, streams
 from integration.report.charts import Bar
 from integration.report.page import Beside, Closed, Missing, Section
 from integration.tests.report import samples
@@ -60,7 +60,7 @@ def drawn(section: Section) -> list[charts.Chart]:
 
 def test_what_is_not_there_names_the_command_that_makes_it() -> None:
     assert missing(ladder.section([])) == "integration ladder slice --record"
-    assert "integration train" in missing(runs.section([], []))
+    assert "integration train" in missing(report.losses([], []))
     assert "integration.evidence.trace" in missing(streams.section([]))
     assert missing(memory.pools([], [])) == "integration bench unshard_async_op --record"
     text = page.render("t", "", [ladder.section([])])
