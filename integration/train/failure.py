@@ -10,9 +10,13 @@ from pathlib import Path
 from integration.ground.machine import look
 
 # torchrun's report of the rank that failed first, by exit code or signal.
-ROOT_CAUSE = re.compile(
-    r"Root Cause \(first observed failure\):.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.DOTALL
-)
+FAILED = r".*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)"
+ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\):" + FAILED, re.DOTALL)
+ANY_FAILED = re.compile(rf"^\[\d+\]:\n{FAILED} \(pid: (\d+)\)", re.DOTALL | re.MULTILINE)
+# A process that torchrun itself has ended, once another one had failed.
+CLOSED = re.compile(r"Sending process (\d+) closing signal")
+# How a rank may end because a peer did: torchrun's signal, and an abort by NCCL's watchdog.
+FOLLOWS = (-signal.SIGTERM, -signal.SIGABRT)
 # What c10d puts before each line of a rank's standard error.
 RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 TRACEBACK = "Traceback (most recent call last):"
@@ -41,7 +45,7 @@ def diagnose(logs: Path, agent_output: str) -> Failure:
         last = [line.strip() for line in agent_output.splitlines() if line.strip()]
         said = _exception(agent_output) or (last or ["torchrun ended without a word"])[-1]
         return Failure(None, _shorten(said))
-    rank, code = int(cause[1]), int(cause[2])
+    rank, code = _killed(agent_output) or (int(cause[1]), int(cause[2]))
     if code == -signal.SIGTERM and (raised := _first_to_raise(logs)) is not None:
         # Torchrun sends it to the survivors of a dead rank, and may see one of them end first.
         return Failure(int(raised.name), _words_of(raised) or f"rank {raised.name} raised")
@@ -53,6 +57,19 @@ def diagnose(logs: Path, agent_output: str) -> Failure:
     return Failure(
         rank, _words_of(rank_folder(logs, rank)) or f"rank {rank} ended with code {code}"
     )
+
+
+def _killed(agent_output: str) -> tuple[int, int] | None:
+    """Return rank and exit code of one that was killed from outside; None where none was.
+
+    Its peers raise at once, as it no longer answers. Torchrun orders failures by whole seconds, of
+    which a peer's begins when it raised and that of a killed rank when torchrun saw it: it may take
+    the peer for the first.
+    """
+    closed = set(CLOSED.findall(agent_output))
+    found = ((int(rank), int(code), pid) for rank, code, pid in ANY_FAILED.findall(agent_output))
+    killed = ((r, c) for r, c, pid in found if c < 0 and c not in FOLLOWS and pid not in closed)
+    return next(killed, None)
 
 
 def rank_folder(logs: Path, rank: int) -> Path | None:
