@@ -6,6 +6,7 @@ Only the module of the verb that is called is imported, so that ``--help`` answe
 import errno
 import inspect
 import os
+import re
 import shlex
 import sys
 import textwrap
@@ -20,7 +21,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from integration.ground import terminal
 from integration.ground.errors import UserError, nearest
-from integration.ground.options import Verb, debugging
+from integration.ground.options import STDOUT, Verb, debugging
 
 ABOUT = "Patches for pinned PyTorch and TorchTitan, their proofs, and the 1T MoE training job."
 # Verb -> the dataclass that holds its options, and what the verb does.
@@ -149,13 +150,26 @@ def _read(name: str, words: Sequence[str], rest: Sequence[str]) -> Verb:
         verb,
         prog=f"integration {name}",
         description=_description(verb, with_configs="config" in takes),
-        args=words,
+        args=_with_json_file(words),
         config=STYLE,
         registry=REGISTRY,
     )
     command = shlex.join(["integration", *name.split(), *words, *(["--", *rest] if rest else [])])
     given: dict[str, Any] = {"options": tuple(rest), "command": command}
     return replace(found, **{name: value for name, value in given.items() if name in takes})
+
+
+def _with_json_file(words: Sequence[str]) -> list[str]:
+    """Give ``--json`` a value where no file follows: `--json mini` prints, and is of mini.
+
+    A file's name has a dot or a slash, which no config and no contribution has; `--json=FILE` takes
+    any.
+    """
+    following = [*words[1:], ""]
+    return [
+        f"{word}={STDOUT}" if word == "--json" and not re.match(r"[^-].*[./]|[./]", after) else word
+        for word, after in zip(words, following, strict=False)
+    ]
 
 
 @REGISTRY.primitive_rule

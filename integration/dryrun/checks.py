@@ -29,18 +29,19 @@ def of_placements(job: JobSpec, parts: Sequence[nn.Module]) -> list[Check]:
 
 
 def of_step(
-    parts: Sequence[nn.Module], optimizers: OptimizersContainer, recorder: Recorder
+    job: JobSpec,
+    parts: Sequence[nn.Module],
+    optimizers: OptimizersContainer,
+    recorder: Recorder,
 ) -> list[Check]:
     """Check what a step did."""
-    return [_silent_experts(optimizers, recorder), _embedding(recorder), _one_rope(parts)]
+    return [_silent_experts(job, optimizers, recorder), _embedding(recorder), _one_rope(parts)]
 
 
 def _whole_experts(job: JobSpec, parts: Sequence[nn.Module]) -> Check:
     name = "each expert whole on one rank"
-    shape, ranks = job.shape, job.layout.efsdp(job.ranks) * job.layout.ep
-    if job.optimizer != "muon" and ranks > shape.experts:
-        why = f"{ranks} ranks share {shape.experts} experts, and AdamW needs no whole matrix"
-        return Check(name=name, why_not=why)
+    if job.cuts_experts:
+        return Check(name=name, why_not=_outnumbered(job))
     for row in placements.rows(parts):
         if EXPERT in row["name"] and row["local_shape"][1:] != row["shape"][1:]:
             broken = (
@@ -49,6 +50,11 @@ def _whole_experts(job: JobSpec, parts: Sequence[nn.Module]) -> Check:
             )
             return Check(name=name, broken=broken)
     return Check(name=name)
+
+
+def _outnumbered(job: JobSpec) -> str:
+    ranks = job.layout.efsdp(job.ranks) * job.layout.ep
+    return f"{ranks} ranks share {job.shape.experts} experts, so each is cut"
 
 
 def _async_unshard(parts: Sequence[nn.Module]) -> Check:
@@ -72,8 +78,10 @@ def _fsdp_groups(parts: Sequence[nn.Module]) -> Iterator:
                         yield group
 
 
-def _silent_experts(optimizers: OptimizersContainer, recorder: Recorder) -> Check:
+def _silent_experts(job: JobSpec, optimizers: OptimizersContainer, recorder: Recorder) -> Check:
     name = "no communication for experts in the optimizer"
+    if job.cuts_experts and job.optimizer == "muon":
+        return Check(name=name, why_not=f"{_outnumbered(job)}, and Muon wants whole matrices")
     plan = muon_plan.read(optimizers)
     experts = [fqn for fqn in plan.redistributed if EXPERT in fqn]
     if experts:

@@ -14,7 +14,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchtitan.components.loss import ChunkedLossWrapper
@@ -115,26 +114,32 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Generator[None]:
-        """Record, with FSDP and the loss telling what they are at."""
+        """Record, with FSDP, the layers and the loss telling what they are at.
+
+        Their methods are wrapped: with a hook on a module, or a global one,
+        ``embedding_skip_backward_gather`` gathers what it does not gather without.
+        """
         with ExitStack() as stack:
             for owner, name, around in (
                 (FSDPParamGroup, "unshard", self._gather),
                 (FSDPParamGroup, "wait_for_unshard", self._gather),
                 (FSDPParamGroup, "post_backward", self._reduce),
-                (ChunkedLossWrapper, "__call__", lambda loss: self.during(LOSS)),
+                (CheckpointWrapper, "__call__", self._keep_inputs),
+                (ChunkedLossWrapper, "__call__", lambda *_: self.during(LOSS)),
             ):
                 stack.enter_context(_wrapped(owner, name, around))
-            stack.callback(register_module_forward_pre_hook(self._keep_inputs).remove)
             stack.enter_context(self.live.follow_resizes(lambda: self.phase))
             stack.enter_context(self)
             yield
 
-    def _keep_inputs(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    @contextmanager
+    def _keep_inputs(self, layer: nn.Module, *inputs: Any) -> Generator[None]:
         """What enters a checkpointed layer waits for its backward."""
-        if isinstance(module, CheckpointWrapper) and self.phase == FORWARD:
+        if self.phase == FORWARD:
             for tensor in tree_leaves(inputs):
                 if isinstance(tensor, torch.Tensor):
                     self.live.move(_local(tensor), BOUNDARIES)
+        yield
 
     @contextmanager
     def _scope(self, what: str, group: FSDPParamGroup) -> Generator[None]:
@@ -145,11 +150,11 @@ class Recorder(TorchDispatchMode):
         finally:
             self._scopes.pop()
 
-    def _gather(self, group: FSDPParamGroup):
+    def _gather(self, group: FSDPParamGroup, *_: Any):
         return self._scope(WEIGHTS, group)
 
     @contextmanager
-    def _reduce(self, group: FSDPParamGroup) -> Generator[None]:
+    def _reduce(self, group: FSDPParamGroup, *_: Any) -> Generator[None]:
         """Gradients are FSDP's once it takes them over, and are kept as shards once reduced."""
         for param in group.fsdp_params:
             unsharded = getattr(param, "_unsharded_param", None)
@@ -224,13 +229,13 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _wrapped(owner: type, name: str, around: Callable[[Any], Any]) -> Generator[None]:
-    """Run ``owner.name`` inside ``around(self)``."""
+def _wrapped(owner: type, name: str, around: Callable[..., Any]) -> Generator[None]:
+    """Run ``owner.name`` inside ``around(self, *args)``."""
     method = getattr(owner, name)
 
     @wraps(method)
     def within(self, *args, **kwargs):
-        with around(self):
+        with around(self, *args):
             return method(self, *args, **kwargs)
 
     with patch.object(owner, name, within):

@@ -4,7 +4,8 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import cast
+from inspect import signature
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -79,12 +80,17 @@ class DryTrainer(Trainer):
             self.optimizers.zero_grad()
             self._forward_backward()
             with during("gradient norm"):
-                dist_utils.clip_grad_norm_(
+                clip = dist_utils.clip_grad_norm_
+                # Only ``muon_gpu_newton_schulz`` takes it, and leaves the product to the optimizer.
+                takes = "clipper" in signature(clip).parameters
+                clipper: dict[str, Any] = {"clipper": self.optimizers} if takes else {}
+                clip(
                     [p for part in self.model_parts for p in part.parameters()],
                     self.config.training.max_norm,
                     foreach=True,
                     pp_mesh=parallel.get_optional_mesh("pp"),
                     ep_enabled=parallel.ep_enabled,
+                    **clipper,
                 )
             with during("optimizer"):
                 self.optimizers.step()

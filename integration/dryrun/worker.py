@@ -61,7 +61,7 @@ def main(request_file: str, result_file: str) -> None:
     found["muon_mean_bytes"] = muon_plan.read(optimizers).mean_bytes
     found["memory"] = memory.state(parts, optimizers)
     found["peaks"] = recorder.live.peaks
-    found["checks"] += [asdict(check) for check in checks.of_step(parts, optimizers, recorder)]
+    found["checks"] += [asdict(check) for check in checks.of_step(job, parts, optimizers, recorder)]
     note("whole")
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Protocol
 
 from tyro.conf import Positional, Suppress, arg
-from tyro.constructors import PrimitiveConstructorSpec
 
 from integration.ground import files
 from integration.ground.errors import UserError
@@ -33,14 +32,10 @@ Without = Annotated[
 Rest = Suppress[tuple[str, ...]]
 Json = Annotated[
     Path | None,
-    PrimitiveConstructorSpec(
-        nargs=(0, 1),
+    arg(
         metavar="[FILE]",
-        instance_from_str=lambda words: Path(words[0]) if words else STDOUT,
-        is_instance=lambda value: value is None or isinstance(value, Path),
-        str_from_instance=lambda value: ["none" if value is None else str(value)],
+        help="Print JSON instead of tables; with FILE, print the tables and write JSON to FILE.",
     ),
-    arg(help="Print JSON instead of tables; with FILE, print the tables and write JSON to FILE."),
 ]
 
 

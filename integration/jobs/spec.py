@@ -114,6 +114,11 @@ class JobSpec:
         """The rank that knows the loss and logs it: the first of the last pipeline stage."""
         return self.ranks // self.layout.pp * (self.layout.pp - 1)
 
+    @property
+    def cuts_experts(self) -> bool:
+        """Whether ranks outnumber the experts, so that none is whole on a rank."""
+        return self.layout.efsdp(self.ranks) * self.layout.ep > self.shape.experts
+
     def check(self) -> None:
         """Refuse a layout that TorchTitan or FSDP2 could not set up.
 
@@ -160,17 +165,15 @@ def _broken_rules(job: JobSpec) -> Iterator[str]:
 
 
 def _unshardable_experts(job: JobSpec) -> Iterator[str]:
-    """TorchTitan shards whole experts, or their second dimension where ranks outnumber them.
+    """Experts that ranks outnumber are cut themselves, each tensor where that divides.
 
-    FSDP2 pads only the first dimension (``_fsdp_param.py``: "FSDP does not support uneven
-    sharding on dim 1").
+    Replicas are no shards. Source: ``fsdp_expert_shard_check``; without it, TorchTitan cuts the
+    second dimension alone, and FSDP2 refuses what does not divide.
     """
     shape, efsdp = job.shape, job.layout.efsdp(job.ranks)
-    if efsdp * job.layout.ep <= shape.experts:
-        return
-    for what, size in (("expert hidden", shape.expert_hidden), ("hidden", shape.hidden)):
-        if size % efsdp:
-            yield (
-                f"efsdp {efsdp} x ep {job.layout.ep} ranks outnumber the {shape.experts} experts, "
-                f"so each is split in {efsdp}, which does not divide the {what} size {size}"
-            )
+    if job.cuts_experts and shape.expert_hidden % efsdp and shape.hidden % efsdp:
+        yield (
+            f"efsdp {efsdp} x ep {job.layout.ep} ranks outnumber the {shape.experts} experts, so "
+            f"each is split in {efsdp}, which divides neither the expert hidden size "
+            f"{shape.expert_hidden} nor the hidden size {shape.hidden}"
+        )

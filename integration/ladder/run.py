@@ -51,7 +51,7 @@ class Request:
 
     config: Config = "mini"
     only: Only = Only.ALL
-    """Add one by one, leave out one of the full set, both, or only the full set."""
+    """Add one by one up to the full set, leave one out of it, both, or only the full set."""
     names: tuple[str, ...] = ()
     """Add and leave out only these contributions."""
     steps: int = 4

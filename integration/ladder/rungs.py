@@ -66,7 +66,7 @@ def climb(
     if only in (Only.ADD, Only.ALL):
         rungs += _adding(contributions, place, chosen)
     full = tuple(c.name for c in contributions)
-    if only is not Only.ADD and not any(rung.names == full for rung in rungs):
+    if not any(rung.names == full for rung in rungs):
         rungs.append(Rung(FULL_SET, "add", None, full))
     if only in (Only.WITHOUT, Only.ALL):
         rungs += [

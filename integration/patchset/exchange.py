@@ -56,6 +56,8 @@ def create(folder: Path, files: scratch.Files) -> None:
     """Make ``folder`` a git repository whose one commit holds ``files``, tagged as the base."""
     scratch.write(folder, files)
     git.run(["init", "--quiet"], folder)
+    # `#` begins lines of the message that name an issue; git would drop them from an edited one.
+    git.run(["config", "core.commentChar", ";"], folder)
     # --force: no ignore rule, of whatever origin, may hide a file.
     git.run(["add", "--all", "--force", "."], folder)
     git.run(["commit", "--quiet", "--allow-empty", "--message", "The pristine pin"], folder)

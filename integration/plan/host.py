@@ -13,9 +13,11 @@ kernel for its pages and registers these: whole pages, and no more.
 
 import mmap
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil
 
 from integration.ground.units import GIB
 from integration.plan.activations import FP32
@@ -29,6 +31,9 @@ LOADER_BYTES = 256 * 2**20
 # Of ``muon_gpu_newton_schulz``: blocks that momentum is packed in, batches in flight, matrices a
 # batch, and bytes of an element that the host hands to the GPU or gets back.
 MOMENTUM_BLOCK, SLOTS, MATRICES_A_BATCH, STAGED_ELEMENT = 2**30, 3, 8, 2
+# Elements of a slot: its default ``max_buffer_gib`` over the slots and over the 14 B of an element
+# on the GPU where all of an update is there; other splits cut their batches alike.
+SLOT_ELEMENTS = 3 * 2**30 // (SLOTS * 14)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +146,7 @@ class OnHost:
             if streamed:
                 yield Item("Muon's momentum", _blocks(_packed(streamed)), True)
                 # Where both momentum and weight are updated on the host; other splits take less.
-                staged = STAGED_ELEMENT * largest_batch(streamed)
+                staged = STAGED_ELEMENT * largest_batch(streamed, streamed=True)
                 yield Item("Muon's staging", ((2 * SLOTS, staged),), True)
         if self.staging and shards:
             yield Item("checkpoint staging", _blocks((*parameters, *state)), self.pinned_staging)
@@ -180,26 +185,38 @@ def offloaded(
         fraction: of the layers, as the policy says.
     """
     most = None if most_gib is None or not size else int(most_gib * GIB) // whole_pages(size)
-    every = sum(microbatches * round(fraction * max(0, count - 1)) for count in layers)
+    # The policy rounds up (``BlockInputPolicy``): first to the millionth, as 100 * 0.07 is above 7.
+    every = sum(microbatches * ceil(round(fraction * max(0, n - 1), 6)) for n in layers)
     return every if most is None else min(every, most)
 
 
-def largest_batch(shards: Iterable[Shard]) -> int:
+def largest_batch(shards: Iterable[Shard], *, streamed: bool) -> int:
     """Return the elements of the largest batch of matrices that are whole on this rank.
 
     Matrices of one shape, either way round, make ``n // 8`` batches, or one where there are fewer:
-    four of the attention's in one batch are more than eight experts. Source:
-    distributed/flex_shard/_matrix_batches.py of ``dist_muon_batched_compute``.
+    four of the attention's in one batch are more than eight experts. Batch ``b`` begins at matrix
+    ``ceil(b n / batches)``, wide matrices first. Those that are ``streamed`` are cut where wide and
+    tall meet, and further until each fits a slot of the buffers, though no matrix is cut. Source:
+    distributed/flex_shard/_matrix_batches.py of ``dist_muon_batched_compute``, and
+    ``_fit_to_slots`` of ``muon_gpu_newton_schulz``.
     """
-    total: Counter[tuple[int, int]] = Counter()
+    total: dict[tuple[int, int], Counter[bool]] = defaultdict(Counter)
     for shard in shards:
         if shard.muon and shard.whole:
             sides = (min(shard.rows, shard.columns), max(shard.rows, shard.columns))
-            total[sides] += shard.count * shard.matrices
+            total[sides][shard.rows > shard.columns] += shard.count * shard.matrices
     largest = 0
-    for (short, long), n in total.items():
+    for (short, long), n_tall in total.items():
+        wide, n = n_tall[False], n_tall.total()
         batches = max(1, n // MATRICES_A_BATCH)
-        largest = max(largest, -(-n // batches) * short * long)
+        edges = {-(-b * n // batches) for b in range(batches + 1)}
+        most = n
+        if streamed:
+            edges.add(wide)
+            most = max(1, SLOT_ELEMENTS // (short * long))
+        for first, last in pairwise(sorted(edges)):
+            parts = -(-(last - first) // most)
+            largest = max(largest, -(-(last - first) // parts) * short * long)
     return largest
 
 

@@ -158,7 +158,7 @@ def shards(job: JobSpec, levers: Levers, mine: list[Held]) -> list[Shard]:
             states=1 if under_muon and h.kind.muon else 2,
             count=h.count,
             muon=under_muon and h.kind.muon,
-            whole=whole or h.kind.role == "expert",
+            whole=whole or (h.kind.role == "expert" and not job.cuts_experts),
             rows=h.kind.rows,
             columns=h.kind.columns,
         )
@@ -293,7 +293,8 @@ def _muon_buffers(job: JobSpec, cluster: Cluster, levers: Levers, rank: int) -> 
 
 
 def _largest_batch(job: JobSpec, levers: Levers, rank: int) -> int:
-    return host.largest_batch(shards(job, levers, held(job, Place.of(job, rank))))
+    mine = shards(job, levers, held(job, Place.of(job, rank)))
+    return host.largest_batch(mine, streamed=muon.streams(job, levers))
 
 
 def _host(

@@ -61,20 +61,33 @@ def split(job: JobSpec, cluster: Cluster, levers: Levers) -> Split | None:
 
 
 def exchange_bytes(job: JobSpec) -> float:
-    """GPU memory that FSDP's shards of dense matrices pass through on their way to Newton-Schulz.
+    """GPU memory that FSDP's shards of matrices pass through on their way to Newton-Schulz.
 
-    Two slots, each the rank's shards of a layer and what it computes of it, in fp32: all of it
-    where there are as many layers as ranks, else a matrix; and three shards for weight, gradient
-    and momentum. Two ranks of ``slice`` were seen to hold 2.2 GiB, of which this is 1.9.
+    Two slots, each the rank's shards of a layer and what it computes of it, in fp32, and three
+    shards for weight, gradient and momentum. A rank computes all of a layer's dense matrices where
+    there are as many layers as ranks, else one; and its share of experts that ranks outnumber. Two
+    ranks of ``slice`` were seen to hold 2.2 GiB, of which this is 1.9.
     """
-    ranks = job.layout.dp_shard(job.ranks) * job.layout.tp
-    dense = [kind for kind in kinds(job) if kind.muon and kind.role == "layer"]
-    if ranks == 1 or not dense:
-        return 0.0
-    sizes = [kind.numel // (job.layout.tp if kind.tp else 1) for kind in dense]
-    layer, largest = sum(sizes), max(sizes)
-    computed = layer if ranks <= job.shape.layers else largest
-    return 2 * 4.0 * (layer / ranks + computed) + 3 * 4.0 * largest / ranks
+    layout, found = job.layout, 0.0
+    under_muon = [kind for kind in kinds(job) if kind.muon]
+    ranks = layout.dp_shard(job.ranks) * layout.tp
+    dense = [
+        kind.numel // (layout.tp if kind.tp else 1) for kind in under_muon if kind.role == "layer"
+    ]
+    if ranks > 1:
+        computed = sum(dense) if ranks <= job.shape.layers else max(dense)
+        found += _exchanged(dense, computed, ranks)
+    if job.cuts_experts:
+        efsdp = layout.efsdp(job.ranks)
+        experts = [kind for kind in under_muon if kind.role == "expert"]
+        share = -(-len(experts) * job.shape.experts // layout.ep // efsdp)
+        matrix = experts[0].rows * experts[0].columns
+        found += _exchanged([kind.numel // layout.ep for kind in experts], share * matrix, efsdp)
+    return found
+
+
+def _exchanged(sizes: list[int], computed: int, ranks: int) -> float:
+    return 2 * 4.0 * (sum(sizes) / ranks + computed) + 3 * 4.0 * max(sizes) / ranks
 
 
 def newton_schulz_flops(rows: int, columns: int) -> float:

@@ -1,6 +1,7 @@
 """The parameters by kind, and the share of each that a rank holds."""
 
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 from integration.jobs.spec import JobSpec
@@ -84,22 +85,33 @@ def kinds(job: JobSpec) -> tuple[Kind, ...]:
     )
 
 
-def local_numel(job: JobSpec, kind: Kind, fsdp_index: int = 0) -> int:
-    """Elements of one parameter of ``kind`` on a rank, padding not counted.
+def local_shape(job: JobSpec, kind: Kind, fsdp_index: int = 0) -> tuple[int, ...]:
+    """Shape of one parameter of ``kind`` on a rank, padding not counted; norms are of one column.
 
     FSDP2 cuts dimension 0 as ``torch.chunk`` does: ``ceil(n / degree)`` rows each, the last ranks
-    fewer or none. Experts that the ranks outnumber are cut along their rows
-    (``torchtitan/distributed/fsdp.py``). Member 0 of the axis has the most.
+    fewer or none. Experts that the ranks outnumber are cut along the first of their own dimensions
+    that divides (``fsdp_expert_shard_check``). Member 0 of the axis has the most.
     """
-    layout = job.layout
+    layout, dim = job.layout, 0
     if kind.role == "expert":
-        efsdp, here = layout.efsdp(job.ranks), kind.matrices // layout.ep
-        if efsdp * layout.ep > kind.matrices:
-            return here * (kind.rows // efsdp) * kind.columns
-        return _chunk(here, efsdp, fsdp_index) * kind.rows * kind.columns
-    rows = kind.rows // layout.tp if kind.tp == "rows" else kind.rows
-    columns = kind.columns // layout.tp if kind.tp == "columns" else kind.columns
-    return _chunk(rows, layout.dp_shard(job.ranks), fsdp_index) * columns
+        degree = layout.efsdp(job.ranks)
+        shape = [kind.matrices // layout.ep, kind.rows, kind.columns]
+        if job.cuts_experts:
+            dim = 1 if kind.rows % degree == 0 else 2
+    else:
+        degree = layout.dp_shard(job.ranks)
+        shape = [
+            kind.rows // (layout.tp if kind.tp == "rows" else 1),
+            kind.columns // (layout.tp if kind.tp == "columns" else 1),
+        ]
+    most = -(-shape[dim] // degree)
+    shape[dim] = max(0, min(most, shape[dim] - fsdp_index * most))
+    return tuple(shape)
+
+
+def local_numel(job: JobSpec, kind: Kind, fsdp_index: int = 0) -> int:
+    """Elements of one parameter of ``kind`` on a rank, as ``local_shape`` has them."""
+    return prod(local_shape(job, kind, fsdp_index))
 
 
 def gathered_numel(job: JobSpec, kind: Kind) -> int:
@@ -180,8 +192,3 @@ def held(job: JobSpec, place: Place) -> list[Held]:
         for kind in kinds(job)
         if count[kind.role]
     ]
-
-
-def _chunk(rows: int, degree: int, index: int) -> int:
-    most = -(-rows // degree)
-    return max(0, min(most, rows - index * most))

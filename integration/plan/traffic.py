@@ -166,8 +166,7 @@ def _muon(job: JobSpec, levers: Levers, mesh: dict[str, Axis], place: Place) -> 
     layout, found = job.layout, []
     for mine in held(job, place):
         kind, expert = mine.kind, mine.kind.role == "expert"
-        whole = layout.efsdp(job.ranks) * layout.ep <= job.shape.experts
-        if not kind.muon or (expert and whole):
+        if not kind.muon or (expert and not job.cuts_experts):
             continue
         axis = mesh["efsdp" if expert else "dp_shard"]
         matrices = kind.numel / layout.ep if expert else kind.numel / (layout.tp if kind.tp else 1)

@@ -38,7 +38,7 @@ def pools(records: Sequence[ladder.Record], contributions: Sequence[Contribution
             charts.append(Bars(title=name, bars=rows, form=size, faint=(CACHED,)))
             made += ladder.commands(record)
     for contribution in contributions:
-        for file in sorted((contribution.folder / "evidence").glob("*.json")):
+        for file in kept(contribution):
             record = _read(file)
             rows = []
             for arm, found in _at_peak(record):
@@ -59,6 +59,11 @@ def pools(records: Sequence[ladder.Record], contributions: Sequence[Contribution
         return Section(title="Memory by stream pool", blocks=[missing])
     blocks: list[Block] = [NOTE, Commands(made), *first_open(charts, "ladders and benchmarks")]
     return Section(title="Memory by stream pool", blocks=blocks)
+
+
+def kept(contribution: Contribution) -> list[Path]:
+    """Return the files of the contribution's evidence."""
+    return sorted((contribution.folder / "evidence").glob("*.json"))
 
 
 def budget() -> Section:

@@ -211,11 +211,9 @@ class Script:
             # By the PCI address of GPU number LOCAL_RANK, with numactl; torchrun stops without it.
             torchrun.append("--numa-binding=node")
         yield from f"""
-# From the last attempt: how it ended, and a checkpoint that was cut off, which cannot be loaded.
-rm -f "$run/{END_FILE}"
-for folder in "$run"/checkpoint/step-*/; do
-  [[ ! -d $folder || -e $folder/.metadata ]] || rm -rf "$folder"
-done
+# Nobody else may train in this folder. Its ranks hold it, and clear it of checkpoints cut off.
+"$python" -m integration.ground.owner "$run" "Slurm job $SLURM_JOB_ID" || exit
+rm -f "$run/{END_FILE}"  # how the last attempt ended
 
 host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export endpoint="{address}:$((20000 + SLURM_JOB_ID % 10000))"

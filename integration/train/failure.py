@@ -97,8 +97,9 @@ def words(text: str) -> str | None:
     """Return the sentence that says why a process failed, out of its standard error."""
     if found := _exception(text):
         return _shorten(found)
-    # Not an exception: a complaint of the option parser, say, drawn in a box.
-    lines = [line.strip(" │╭╮╰╯─") for line in _plain(text) if not NOISE.match(line)]
+    # Not an exception: a complaint of the option parser, say, drawn in a box with a title.
+    told = (line for line in _plain(text) if not NOISE.match(line) and not line.startswith("╭"))
+    lines = [line.strip(" │╮╰╯─") for line in told]
     return _shorten(" ".join(line for line in lines if line)) or None
 
 

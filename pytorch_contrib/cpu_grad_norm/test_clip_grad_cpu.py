@@ -37,7 +37,7 @@ class TestClipGradCPU(TestCase):
         tensors = [torch.randn(LARGE), torch.randn(7, 5), torch.randn(3, 700, 1000)]
         for chosen in ([tensors[0]], [tensors[2]], tensors):
             total = get_total_norm(chosen, foreach=foreach)
-            # The pristine sum is off by 1e-4 here, and by 4e-2 at 2**28 values.
+            # Without rows, the sum is off by 1e-4 here, and by 4e-2 at 2**28 values.
             self.assertEqual(total.item(), exact_norm(chosen), rtol=1e-6, atol=0)
             self.assertEqual(total.dtype, torch.float32)
             self.assertEqual(total.shape, ())
@@ -99,8 +99,8 @@ class TestClipGradCPU(TestCase):
 
     @parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_half_precision(self, dtype):
-        # One rounding of the result, however many tensors have rows; the pristine sum
-        # of squares of equal values stops growing.
+        # One rounding of the result, however many tensors have rows; without rows, the
+        # sum of squares of equal values stops growing.
         torch.manual_seed(0)
         half = torch.finfo(dtype).eps / 2
         equal = torch.full((1 << 25,), 0.01, dtype=dtype)

@@ -69,7 +69,7 @@ class TestClipGradCPUDTensor(TwoRanksTestBase):
                 self.assertEqual(comms.get_total_counts(), norm_at_once(grad)[1])
                 self.assertIsInstance(total, DTensor)
                 got = total.full_tensor().item()
-                # The pristine sum is off by 1e-5 to 1e-4 here.
+                # Without rows, the sum is off by 1e-5 to 1e-4 here.
                 self.assertEqual(got, exact_norm(full), rtol=1e-6, atol=0)
 
     @with_comms

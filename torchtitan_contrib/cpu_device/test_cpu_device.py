@@ -132,7 +132,7 @@ class TestMemoryMonitor(unittest.TestCase):
             "num_alloc_retries": 0,
             "num_ooms": 0,
         }
-        # Not the monitor of the CPU, and no call but the pin's.
+        # Not the monitor of the CPU, and no call that is made for it.
         monitor, stats = self._build("cuda", cuda)
         self.assertIs(type(monitor), metrics.DeviceMemoryMonitor)
         with mock.patch.object(metrics, "device_module", cuda):

@@ -44,7 +44,7 @@ def _build_dims(spmd_backend: str = "spmd_types", **degrees: int) -> ParallelDim
 
 
 def _check(dims: ParallelDims, axes: list[str]) -> list[str]:
-    # Not at the top of the file: the pristine module is without it.
+    # Not at the top of the file, so that each test fails by itself where it is missing.
     from torchtitan.distributed.utils import check_seed_axes
 
     return check_seed_axes(dims, axes)

@@ -9,6 +9,7 @@
 import ast
 import contextlib
 import os
+import sys
 import typing
 import unittest
 import warnings
@@ -27,7 +28,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
 
-from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import fsdp
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm
@@ -156,6 +157,33 @@ class TestFsdpUnshardAsyncOpConfig(unittest.TestCase):
         self.assertGreaterEqual(len(passed), 8)
         for family, value in passed.items():
             self.assertEqual(value, "parallelism.fsdp_unshard_async_op", family)
+
+    def test_flux_gives_the_order_of_its_forward(self):
+        # transformers is not needed to shard.
+        with mock.patch.dict(sys.modules, {"transformers": mock.MagicMock()}):
+            from torchtitan.models.flux import parallelize as flux
+        model = mock.Mock(
+            double_blocks=[mock.Mock(), mock.Mock()], single_blocks=[mock.Mock()]
+        )
+        order = [model.img_in, model.time_in, model.vector_in, model.txt_in]
+        order += [*model.double_blocks, *model.single_blocks, model.final_layer]
+        for enabled, calls in ((False, []), (True, [mock.call(model, order)])):
+            with (
+                mock.patch.object(flux, "apply_fsdp"),
+                mock.patch.object(flux, "enable_fsdp_unshard_async_op") as enable,
+            ):
+                flux.parallelize_flux(
+                    model,
+                    parallel_dims=mock.Mock(cp_enabled=False),
+                    training=TrainingConfig(),
+                    parallelism=ParallelismConfig(
+                        spmd_backend="partial_dtensor", fsdp_unshard_async_op=enabled
+                    ),
+                    compile_config=CompileConfig(),
+                    ac_config=None,
+                    dump_folder="",
+                )
+            self.assertEqual(enable.mock_calls, calls)
 
 
 @dataclass

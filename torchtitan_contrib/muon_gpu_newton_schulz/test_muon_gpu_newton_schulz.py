@@ -532,6 +532,18 @@ class TestReplicas(SpawnedTest):
             dist.all_gather(both, tensor.contiguous(), group=mesh.get_group(0))
             self.assertTrue(torch.equal(*both))
 
+    def test_ranks_agree_on_what_each_measured(self):
+        mesh = init_device_mesh(
+            "cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")
+        )
+        measured = [0.1 * 2**self.rank, 0.7 - 0.1 * self.rank]
+        agreed = _muon_host_offload.agree(measured, [mesh], torch.device("cpu"))
+        self.assertAlmostEqual(agreed[0], 1.5 / 4)
+        self.assertAlmostEqual(agreed[1], 2.2 / 4)
+        everyone = [None] * self.world_size
+        dist.all_gather_object(everyone, agreed)
+        self.assertEqual(everyone, [agreed] * self.world_size)
+
 
 class TestArguments(unittest.TestCase):
     def setUp(self):

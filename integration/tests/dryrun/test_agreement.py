@@ -4,6 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from integration.jobs import catalog
+from integration.plan.params import Place, kinds, local_shape
 from integration.tests.dryrun.runs import Ended, dryrun
 
 GIB = 2**30
@@ -19,6 +21,9 @@ RUNS = {
     "leonardo_mini": ("leonardo_mini", "--rank", "5"),
     # Six experts over four ranks, which FSDP pads to eight.
     "padded": ("slice", "--world", "8", "--layers", "2", "--experts", "12", "--rank", "7"),
+    # 192 shards of an expert divide its 6,144 columns, not its 1,792 rows; replicas are no shards.
+    "cut": ("jupiter_1t", "--world", "768", "--layers", "2", "--rank", "17"),
+    "cut, replicas": ("jupiter_1t_hsdp", "--world", "3072", "--layers", "2", "--rank", "2000"),
     "placements": ("mini", "--world", "4", "--placements"),
     "less": (
         *("jupiter_1t", "--layers", "2"),
@@ -96,12 +101,31 @@ def test_memory_counted_by_hand(jupiter):
     assert beside["backward"]["plan"] == pytest.approx(beside["backward"]["found"], rel=0.05)
 
 
-@pytest.mark.parametrize("config", ["slice", "leonardo_mini", "padded"])
+@pytest.mark.parametrize("config", ["slice", "leonardo_mini", "padded", "cut", "cut, replicas"])
 def test_the_plan_agrees_on_other_layouts(config, runs):
     ended = runs[config]
     assert ended.code == 0, ended.stderr
     assert not ended.disagreements()
     assert ended.received("expert all-to-all")
+
+
+@pytest.mark.parametrize("config", ["jupiter_1t", "cut", "cut, replicas"])
+def test_each_shard_has_the_shape_that_is_planned(config, runs):
+    rows = {row["name"]: row for row in runs[config].found["placements"]}
+    ranks, rank = runs[config].found["world"], runs[config].found["rank"]
+    job = catalog.find(runs[config].found["config"]).on(ranks)
+    place = Place.of(job, rank)
+    for kind in kinds(job):
+        layer = "layers.*." if kind.role in ("layer", "expert") else ""
+        expert = kind.role == "expert"
+        planned = local_shape(job, kind, place.efsdp if expert else place.dp_shard)
+        planned = planned[:1] if kind.columns == 1 else planned
+        assert rows[layer + kind.name]["local_shape"] == list(planned)
+    if config != "jupiter_1t":
+        w1, w2 = (
+            rows[f"layers.*.moe.routed_experts.inner_experts.{w}"] for w in ("w1_EFD", "w2_EDF")
+        )
+        assert (w1["local_shape"], w2["local_shape"]) == ([96, 1792, 32], [96, 32, 1792])
 
 
 def test_padding_is_gathered_as_well(runs):

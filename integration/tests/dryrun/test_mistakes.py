@@ -14,8 +14,8 @@ from integration.tests.dryrun.runs import dryrun
         (("jupiter_1t", "--rank", "384"), "jupiter_1t on 384 ranks has ranks 0 to 383"),
         (("jupiter_1t", "--world", "383"), "ep 4 must divide dp_shard 383 x tp 1 = 383 ranks"),
         (
-            ("jupiter_1t", "--world", "1536"),
-            "efsdp 384 x ep 4 ranks outnumber the 384 experts, so each is split in 384",
+            ("jupiter_1t", "--world", "1320"),
+            "efsdp 330 x ep 4 ranks outnumber the 384 experts, so each is split in 330",
         ),
         (("leonardo_small", "--world", "62"), "= 4 must divide the 62 ranks"),
         (("leonardo_1t_fp8",), "multiplies in FP8, which a CPU has not"),

@@ -37,7 +37,7 @@ def test_what_was_published_of_the_1t_run():
 @pytest.mark.parametrize(
     ("job", "words"),
     [
-        (JUPITER_1T.on(768), "efsdp 192 x ep 4 ranks outnumber the 384 experts, so each is split"),
+        (JUPITER_1T.on(1320), "efsdp 330 x ep 4 ranks outnumber the 384 experts, so each is split"),
         (JUPITER_1T.on(2), "ep 4 must divide dp_shard 2 x tp 1 = 2 ranks"),
         (replace(JUPITER_1T, layout=Layout(ep=5), ranks=400), "ep 5 must divide the 384 experts"),
         (replace(JUPITER_1T, layout=Layout(tp=3)), "tp 3 must divide the 16 key-value heads"),

@@ -109,6 +109,12 @@ def test_chosen_names_are_added_after_what_they_require():
     ]
 
 
+def test_a_few_that_are_added_end_with_the_full_set():
+    """The last rung shows what the others are worth together."""
+    climbed = rungs.climb(CHAIN, CPU, only=Only.ADD, names=["a"])
+    assert [r.label for r in climbed][-2:] == ["+ a", "full set"]
+
+
 def test_the_full_set_is_measured_where_only_without_is_asked_for():
     climbed = rungs.climb(CHAIN, CPU, only=Only.WITHOUT, names=["c"])
     assert [r.label for r in climbed] == ["full set", "full set - c"]

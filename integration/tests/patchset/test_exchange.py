@@ -90,6 +90,17 @@ def test_export_twice(full: House, work: Path) -> None:
     assert "pytorch/three: unchanged" in checkout.export_set(work)
 
 
+def test_an_editor_keeps_lines_that_begin_with_an_issue(full: House, work: Path) -> None:
+    """`(cascade_sum;` was all that an edited message kept of a sentence with #151761 in it."""
+    os.environ["GIT_EDITOR"] = "sed -i 's/^Root cause: /&as\\n#7 says, /'"
+    user_git(work / "pytorch", "commit", "-q", "--amend")
+    del os.environ["GIT_EDITOR"]
+    assert "pytorch/three: changed" in checkout.export_set(work)
+    text = full.patch("three").read_text()
+    assert "Root cause: as\n#7 says, it was so.\n" in text
+    assert "Please enter the commit message" not in text
+
+
 @pytest.mark.parametrize("blocked", ["cache/messages", "pytorch_contrib"])
 def test_new_leaves_nothing_behind_that_is_half_made(
     full: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocked: str

@@ -44,8 +44,8 @@ def test_the_plan_of_the_1t_job(tmp_path):
         (("jupiter",), "did you mean jupiter_1t"),
         (("jupiter_1t", "--cluster", "jupyter"), "did you mean jupiter?"),
         (
-            ("jupiter_1t", "--ranks", "768"),
-            "does not divide the expert hidden size 1792",
+            ("jupiter_1t", "--ranks", "1320"),
+            "which divides neither the expert hidden size 1792 nor the hidden size 6144",
         ),
         (("jupiter_1t", "--ep", "5"), "ep 5 must divide dp_shard 384 x tp 1 = 384 ranks"),
         (("jupiter_1t", "--cluster", "h200"), "has 384 ranks, one a GPU, and h200 has 2 GPUs"),
@@ -86,7 +86,7 @@ def test_the_page_names_what_does_not_fit(tmp_path):
     page = tmp_path / "plan.html"
     answer = _plan("jupiter_1t", "--without", "activation_offload", "--html", str(page))
     assert answer.returncode == 3
-    assert "does not fit: rank 0 needs 131.4 GiB on the GPU, which has 95.0 GiB" in answer.stdout
+    assert "does not fit: rank 0 needs 129.6 GiB on the GPU, which has 95.0 GiB" in answer.stdout
     assert "Does not fit" in page.read_text()
 
 
@@ -101,3 +101,6 @@ def test_json_is_printed_alone_or_written_beside_the_tables(tmp_path):
     assert written.stdout.removesuffix("False\n").endswith(f"json: {file}\n")
     assert "951.80 B parameters" in written.stdout
     assert json.loads(file.read_text()) == found
+    # Wherever it stands, the config is no file.
+    before = _plan("--json", "jupiter_1t", "--cluster", "jupiter")
+    assert json.loads(before.stdout.removesuffix("False\n")) == found

@@ -27,7 +27,7 @@ class TestTables(expecttest.TestCase):
 memory (GiB)                  ┃ rank 0 ┃ worst rank (0) ┃ there
 ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━╇━━━━━━━━━━━━━━━━╇━━━━━━
 boundary activations          │   2.25 │           2.25 │
-Muon's buffers                │   4.35 │           4.35 │
+Muon's buffers                │   2.63 │           2.63 │
 RoPE caches                   │   0.06 │           0.06 │
 NCCL                          │   1.25 │           1.25 │
 CUDA context                  │   0.60 │           0.60 │
@@ -35,7 +35,7 @@ gathered weights and prefetch │  12.45 │          12.45 │
 gradients being reduced       │  12.33 │          12.33 │
 recomputation                 │   7.81 │           7.81 │
 MoE buffers                   │  37.00 │          37.00 │
-GPU, at recomputation         │  78.10 │          78.10 │  95.0
+GPU, at recomputation         │  76.38 │          76.38 │  95.0
 ──────────────────────────────┼────────┼────────────────┼──────
 process                       │   4.00 │           4.00 │
 data loader                   │   0.25 │           0.25 │
@@ -43,9 +43,9 @@ parameters, pinned            │  14.04 │          14.04 │
 gradients, pinned             │  14.04 │          14.04 │
 optimizer state               │   0.06 │           0.06 │
 Muon's momentum, pinned       │   9.50 │           9.50 │
-Muon's staging, pinned        │   1.50 │           1.50 │
+Muon's staging, pinned        │   0.75 │           0.75 │
 boundary activations, pinned  │  54.75 │          54.75 │
-host                          │  98.15 │          98.15 │ 108.0
+host                          │  97.40 │          97.40 │ 108.0
 """,
         )
 
@@ -82,8 +82,8 @@ embedding_skip_backward_gather │         │          │      +0.78 │
 activation_offload             │  +53.25 │   -54.75 │            │          -0.01
 moe_combine_memory             │  +24.00 │          │            │
 cpu_grad_norm                  │         │          │            │          +0.97
-flex_shard_muon                │   -4.35 │    +7.41 │      -0.20 │          +0.02
-muon_gpu_newton_schulz         │   -4.35 │    -1.80 │            │         +46.07
+flex_shard_muon                │   -2.63 │    +8.16 │      -0.20 │          +0.02
+muon_gpu_newton_schulz         │   -2.63 │    -1.05 │            │         +46.07
 flex_shard_newton_schulz       │         │          │            │          +0.03
 """,
         )

@@ -38,6 +38,7 @@ def test_the_gram_form_of_an_expert():
     assert gram_flops(1792, 6144) / 1e9 == pytest.approx(198.9, abs=0.1)
 
 
+@pytest.mark.skipif(not MEASURED.exists(), reason="no evidence of the patch as it is")
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: split.name)
 def test_each_split_takes_what_was_measured(split):
     """222 expert matrices on an H200, all state on the host: within 10 per cent of the evidence."""

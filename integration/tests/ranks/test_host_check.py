@@ -93,7 +93,8 @@ def test_an_activation_pool_holds_the_input_of_each_layer_but_the_last():
 
     every = SimpleNamespace(fraction=1.0, max_host_gib=None)
     assert pool(every) == (3, BLOCK)
-    assert pool(SimpleNamespace(fraction=0.34, max_host_gib=None)) == (1, BLOCK)
+    assert pool(SimpleNamespace(fraction=0.33, max_host_gib=None)) == (1, BLOCK)
+    assert pool(SimpleNamespace(fraction=0.34, max_host_gib=None)) == (2, BLOCK)  # rounded up
     assert pool(SimpleNamespace(fraction=1.0, max_host_gib=2 * BLOCK / 2**30)) == (2, BLOCK)
     assert pool(every, tensor=2, context=2) == (3, BLOCK // 4)
     # One sequence a microbatch, two of them, and as many in flight as stages are to come.

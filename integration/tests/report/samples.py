@@ -5,6 +5,10 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from integration.report import memory
+
 GIB = 2**30
 MACHINE = {"processor": "x86_64", "cores": 32, "gpus": 2, "gpu": "NVIDIA H200, 580.0"}
 
@@ -46,6 +50,21 @@ def long(rungs: int = 24) -> dict[str, Any]:
     added = [_rung(f"+ patch_{n}", "add", f"patch_{n}", 1.0 + n / 50) for n in range(rungs)]
     machine = {"processor": "x86_64", "cores": 2, "gpus": 0}
     return ladder(config="mini", rungs=added, machine=machine, command="integration ladder mini")
+
+
+def benches(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Let two contributions have evidence of a benchmark that took pools apart, and no others."""
+    held = {
+        "default": {"active": 20 * GIB, "reserved": 23 * GIB},
+        "all_gather_copy_in": {"active": 2 * GIB, "reserved": 8 * GIB},
+    }
+    arms = {arm: {"pools_at_peak": held} for arm in ("off", "on")}
+    torches = {"pristine": {"uncapped": arms}, "patched": {"uncapped": arms}}
+    files = {
+        name: [write(folder / "benches" / name / "bench.json", torches)]
+        for name in ("unshard_async_op", "unshard_async_h2d")
+    }
+    patch.setattr(memory, "kept", lambda contribution: files.get(contribution.name, []))
 
 
 def _rung(label: str, kind: str, name: str | None, step: float) -> dict[str, Any]:

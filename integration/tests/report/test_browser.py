@@ -34,6 +34,7 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
             files[-1].parent.mkdir(parents=True, exist_ok=True)
             files[-1].write_bytes(trace.packed({"patches": {}, "traceEvents": events}))
         patch.setattr(ladder, "recorded", list)  # whatever is kept has a test of its own
+        samples.benches(folder, patch)
         patch.setattr(streams, "files", lambda: files)
         patch.setattr(streams, "_shown", lambda file: file.name)
         given = [

@@ -152,7 +152,10 @@ def test_traces_of_a_merged_ladder_come_in_its_order(
     assert [chart.title for chart in found] == ["Plain", "None", "Other"]
 
 
-def test_a_page_of_what_is_kept_shows_published_figures_once(tmp_path: Path) -> None:
+def test_a_page_of_several_ladders_shows_published_figures_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ladder, "recorded", lambda: [samples.ladder(), *three()])
     report.write([], tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
     assert text.count("<figcaption>Published, tokens/s a GPU</figcaption>") == 1

@@ -72,6 +72,7 @@ def test_the_page_loads_nothing_and_holds_what_was_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ladder, "recorded", list)  # what is kept may speak of links
+    samples.benches(tmp_path, monkeypatch)
     file = samples.write(tmp_path / "ladder.json", samples.ladder())
     run = run_folder(tmp_path / "mini" / "20261130-010203", [8.5, 8.25, 8.0])
     target = tmp_path / "page" / "report.html"
@@ -238,7 +239,10 @@ def test_streams_are_busy_with_what_they_ran_in_one_step(
     assert "copy to the GPU" not in before.names
 
 
-def test_pools_are_those_of_ladder_and_benchmarks() -> None:
+def test_pools_are_those_of_ladder_and_benchmarks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples.benches(tmp_path, monkeypatch)
     section = memory.pools([samples.ladder()], repository.load())
     of_ladder, op, h2d = drawn(section)
     assert [row[0] for row in of_ladder.rows] == [
@@ -246,7 +250,11 @@ def test_pools_are_those_of_ladder_and_benchmarks() -> None:
         "+ activation_offload", "default stream", "all-gather stream",
     ]  # fmt: skip
     assert of_ladder.rows[2] == ("all-gather stream", "2 GiB", "6 GiB", "8 GiB")
-    assert {row[0] for row in op.rows} >= {"uncapped · flag off", "all-gather-copy-in"}
+    assert [row[0] for row in op.rows] == [
+        "uncapped · flag off", "all-gather-copy-in", "default",
+        "uncapped · flag on", "all-gather-copy-in", "default",
+    ]  # fmt: skip
+    assert op.rows[1] == ("all-gather-copy-in", "2 GiB", "6 GiB", "8 GiB")
     assert "unshard_async_h2d" in h2d.title
 
 

@@ -7,13 +7,16 @@ real Slurm runs one in ``tests/slurm/test_cluster_run.py``.
 import json
 import os
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import expecttest
 import pytest
 
+from integration.ground import owner
 from integration.ground.errors import UserError
+from integration.ground.paths import REPO
 from integration.jobs import cluster
 from integration.jobs.cluster import Variable
 from integration.slurm.script import Script
@@ -120,11 +123,9 @@ export PYTHONPATH=/cache/overlay:/project
 # most SMs of send and receive, so of all-to-all, which NCCL_MAX_CTAS does not bound
 # export NCCL_MAX_P2P_NCHANNELS=16  (off)
 
-# From the last attempt: how it ended, and a checkpoint that was cut off, which cannot be loaded.
-rm -f "$run/end.json"
-for folder in "$run"/checkpoint/step-*/; do
-  [[ ! -d $folder || -e $folder/.metadata ]] || rm -rf "$folder"
-done
+# Nobody else may train in this folder. Its ranks hold it, and clear it of checkpoints cut off.
+"$python" -m integration.ground.owner "$run" "Slurm job $SLURM_JOB_ID" || exit
+rm -f "$run/end.json"  # how the last attempt ended
 
 host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export endpoint="${host}i:$((20000 + SLURM_JOB_ID % 10000))"
@@ -249,10 +250,12 @@ def run(tmp_path):
     ):
         folder = changes.pop("folder", tmp_path / "run")
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-        end = f"echo '{json.dumps(ends)}' > {folder}/end.json" if ends is not None else ""
+        end = f"echo '{json.dumps(ends)}' > '{folder}/end.json'" if ends is not None else ""
         argv = tmp_path / "argv.json"
         write(
             python,
+            # The owner's module as it is, torchrun as a stand-in.
+            f'[[ $2 = torch.* ]] || PYTHONPATH={REPO} exec {sys.executable} "$@"\n'
             f"/usr/bin/env python3 -c 'import json, os, sys; "
             f'json.dump([sys.argv[1:], dict(os.environ)], open("{argv}", "w"))\' "$@"\n'
             f"{end}\nexit {code}\n",
@@ -372,16 +375,28 @@ def test_a_stopped_job_is_requeued_and_no_other(run, ends, code, state, expected
     assert ("the job failed before its last step" in done.stderr) is (ends is None)
 
 
-def test_a_restart_forgets_the_last_end_and_cut_off_checkpoints(run, tmp_path):
+def test_a_restart_forgets_the_last_end_and_leaves_checkpoints_to_the_ranks(run, tmp_path):
     folder = tmp_path / "a run"
-    for step, files in ((10, [".metadata"]), (20, ["__0_0.distcp"])):
-        (folder / f"checkpoint/step-{step}").mkdir(parents=True)
-        for name in files:
-            (folder / f"checkpoint/step-{step}" / name).touch()
+    (folder / "checkpoint/step-20").mkdir(parents=True)  # cut off
     (folder / "end.json").write_text(json.dumps(STOPPED))
     done, _, _, _ = run(ends=None, code=3, folder=folder)
     assert done.returncode == 3  # not the last attempt's stop
-    assert [f.name for f in (folder / "checkpoint").iterdir()] == ["step-10"]
+    assert (folder / "checkpoint/step-20").is_dir()
+
+
+def test_a_folder_has_one_job_at_a_time_and_a_requeued_one_goes_on(run, tmp_path):
+    folder = tmp_path / "a run"
+    done, _, _, _ = run(ends=ENDED, folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((folder / owner.FILE).read_text())["name"] == "Slurm job 71"
+    again, arguments, _, _ = run(ends=ENDED, folder=folder, env={"SLURM_RESTART_COUNT": "1"})
+    assert again.returncode == 0, again.stderr
+    assert "--rdzv-id=71-1" in arguments
+    other, arguments, _, _ = run(ends=STOPPED, folder=folder, env={"SLURM_JOB_ID": "72"})
+    assert other.returncode == 1
+    assert f"{folder} is in use by Slurm job 71 on " in other.stderr
+    assert "--rdzv-id=71-1" in arguments  # torchrun was not started
+    assert json.loads((folder / "end.json").read_text()) == ENDED
 
 
 @pytest.mark.parametrize(

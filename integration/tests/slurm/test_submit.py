@@ -195,7 +195,7 @@ def test_submit_without_slurm_says_where_to_do_it(outputs, tmp_path, monkeypatch
         (
             {"config": "jupiter_1t", "cluster": "jupiter", "nodes": 10},
             "warning: jupiter_1t does not fit by its plan, which leaves TorchTitan's options out: "
-            "rank 0 needs 398.8 GiB on the host, which has 108.0 GiB; see: integration plan "
+            "rank 0 needs 398.0 GiB on the host, which has 108.0 GiB; see: integration plan "
             "jupiter_1t --cluster jupiter --ranks 40\n",
         ),
         (

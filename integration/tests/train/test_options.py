@@ -43,7 +43,7 @@ def test_merging_step_by_step_is_the_last_value_of_each(pairs):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ("--training.stpes 70", "--training.stpes, 70; did you mean --training.steps"),
+        ("--training.stpes 70", r"--training.stpes, 70 \(did you mean --training.steps\?\)"),
         ("--training.steps -3", "--training.steps must be at least 1, got -3"),
         ("--training.seq_len 0", "--training.seq_len must be at least 1, got 0"),
         ("--training.steps many", "Error parsing --training.steps: invalid literal for int"),
