@@ -151,7 +151,11 @@ def _check_saved(path: Path) -> None:
     from datasets import Dataset, disable_progress_bars, load_from_disk
 
     disable_progress_bars()
-    if not _saved_files(path):
+    try:
+        files = json.loads((path / "state.json").read_text())["_data_files"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path / 'state.json'} cannot be read: {error!r}") from error
+    if not files:  # the library cannot open it
         raise UserError(f"the data in {path} is empty: no document in it")
     try:
         rows = cast(Dataset, load_from_disk(str(path)))
@@ -171,14 +175,6 @@ def _check_saved(path: Path) -> None:
     if texts.null_count:
         row = texts.is_null().index(True).as_py() + 1
         raise UserError(f"the data in {path} cannot be used: row {row} has no text")
-
-
-def _saved_files(path: Path) -> list:
-    """Return the Arrow files of a saved data set; the library cannot open one that has none."""
-    try:
-        return json.loads((path / "state.json").read_text())["_data_files"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path / 'state.json'} cannot be read: {error!r}") from error
 
 
 # Tokens that TorchTitan's HuggingFaceTokenizer takes from tokenizer_config.json.
@@ -205,20 +201,18 @@ def tokenizer_size(folder: Path) -> int:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         ends = [_content(config.get(f"{name}_token")) for name in SPECIAL]
         decoder = [_content(token) for token in config.get("added_tokens_decoder", {}).values()]
-        if not ends[1]:
-            raise UserError(f"{folder}/tokenizer_config.json names no eos_token")
         added = [token for token in (*ends, *decoder) if token]
         tokenizer.add_special_tokens([AddedToken(token, special=True) for token in added])
-        return max(tokenizer.get_vocab().values(), default=-1) + 1
     except FileNotFoundError:
         raise UserError(
             f"{folder} lacks tokenizer_config.json, which names the tokens that begin and end a "
             "document"
         ) from None
-    except UserError:
-        raise
     except Exception as error:  # the tokenizers library raises plain Exception
         raise UserError(f"the tokenizer in {folder} cannot be read: {error}") from error
+    if not ends[1]:
+        raise UserError(f"{folder}/tokenizer_config.json names no eos_token")
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def _content(token: str | dict | None) -> str | None:
