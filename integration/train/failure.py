@@ -46,8 +46,9 @@ def diagnose(logs: Path, agent_output: str) -> Failure:
         said = _exception(agent_output) or (last or ["torchrun ended without a word"])[-1]
         return Failure(None, _shorten(said))
     rank, code = _killed(agent_output) or (int(cause[1]), int(cause[2]))
-    if code == -signal.SIGTERM and (raised := _first_to_raise(logs)) is not None:
+    if code == -signal.SIGTERM and (errors := _oldest_first(logs, "*/error.json")):
         # Torchrun sends it to the survivors of a dead rank, and may see one of them end first.
+        raised = errors[0].parent
         return Failure(int(raised.name), _words_of(raised) or f"rank {raised.name} raised")
     if code < 0:
         why = f"rank {rank} was killed by signal {-code}"
@@ -74,20 +75,20 @@ def _killed(agent_output: str) -> tuple[int, int] | None:
 
 def rank_folder(logs: Path, rank: int) -> Path | None:
     """Return torchrun's log folder of ``rank`` in its newest attempt."""
-    found = sorted(logs.glob(f"*/attempt_*/{rank}"), key=lambda f: f.stat().st_mtime)
+    found = _oldest_first(logs, str(rank))
     return found[-1] if found else None
 
 
-def _first_to_raise(logs: Path) -> Path | None:
-    """Return the folder of the rank that was the first to leave an ``error.json``."""
-    found = sorted(logs.glob("*/attempt_*/*/error.json"), key=lambda f: f.stat().st_mtime)
-    return found[0].parent if found else None
+def _oldest_first(logs: Path, name: str) -> list[Path]:
+    return sorted(logs.glob(f"*/attempt_*/{name}"), key=lambda path: path.stat().st_mtime)
 
 
 def _words_of(folder: Path | None) -> str | None:
     if folder is None:
         return None
-    text = look(lambda: _recorded(folder / "error.json"), "") or _read(folder / "stderr.log")
+    errors = folder / "stderr.log"
+    text = look(lambda: _recorded(folder / "error.json"), "")
+    text = text or look(lambda: errors.read_text(encoding="utf-8", errors="replace"), "")
     if "No space left on device" in text:
         return "the disk is full"
     return words(text)
@@ -127,7 +128,3 @@ def _recorded(error: Path) -> str:
 def _shorten(text: str, limit: int = 600) -> str:
     text = " ".join(text.split())
     return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
-def _read(path: Path) -> str:
-    return look(lambda: path.read_text(encoding="utf-8", errors="replace"), "")

@@ -10,7 +10,6 @@ the same, and so do ranks without torchrun: nothing is left behind.
 """
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -41,7 +40,6 @@ JOB_MODULE = "integration.ranks"
 FULL_DISK_BYTES = 2**20
 # Ctrl-C and Ctrl-\\, the end of the terminal, and what schedulers send.
 STOPS = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1)
-TITAN_LINE = re.compile(r"^\[titan\] ")
 BEGUN = "Training starts at step"
 # Said at every start, or of no use without a GPU.
 QUIET = ("lspci", "Peak FLOPS", "Peak flops", "[GC]", "Sleeping 2 seconds", "structured_logger")
@@ -217,11 +215,11 @@ class _Log:
                     f"machine, or for other nodes; its log: {self.logs / AGENT_LOG}"
                 )
             return
-        self._print(folder / "stdout.log", TITAN_LINE, self.show is not Show.NOTHING)
+        self._print(folder / "stdout.log")
         if self.show is Show.EVERYTHING:
-            self._print(folder / "stderr.log", re.compile(""), True)
+            self._print(folder / "stderr.log")
 
-    def _print(self, path: Path, wanted: re.Pattern[str], shown: bool) -> None:
+    def _print(self, path: Path) -> None:
         if not path.exists():
             return
         with open(path, encoding="utf-8", errors="replace") as file:
@@ -229,8 +227,8 @@ class _Log:
             while (line := file.readline()).endswith("\n"):
                 self.positions[path] = file.tell()
                 self.begun = self.begun or BEGUN in line
-                plain = wanted.match(line) and not any(word in line for word in QUIET)
-                if shown and (plain or self.show is Show.EVERYTHING):
+                titan = line.startswith("[titan] ") and not any(word in line for word in QUIET)
+                if self.show is Show.EVERYTHING or (titan and self.show is Show.TITAN):
                     terminal.say(line, end="")
 
 

@@ -8,15 +8,7 @@ from pathlib import Path
 from integration.data import source as job_data
 from integration.ground import machine, owner
 from integration.ground.errors import UserError
-from integration.ground.options import (
-    Config,
-    Experts,
-    Layers,
-    Rest,
-    Without,
-    at_least,
-    debugging,
-)
+from integration.ground.options import Config, Experts, Layers, Rest, Without, at_least, debugging
 from integration.ground.paths import outputs_dir
 from integration.ground.terminal import say
 from integration.jobs import catalog, checkpoints
@@ -151,15 +143,12 @@ def choose_ranks(job: JobSpec, asked: int | None, gpus: int) -> int:
     Raises:
         UserError: more ranks than GPUs, or a job for many machines on this one.
     """
-    if job.any_ranks:
-        ranks = asked or gpus or 2
-    else:
-        ranks = asked or job.ranks
-        if not asked and not gpus and ranks > CPU_RANKS:
-            raise UserError(
-                f"{job.name} is written for {ranks} ranks, one a GPU, and torch sees no GPU here; "
-                f"see what it needs with: integration plan {job.name}"
-            )
+    ranks = asked or ((gpus or 2) if job.any_ranks else job.ranks)
+    if not asked and not gpus and ranks > CPU_RANKS:
+        raise UserError(
+            f"{job.name} is written for {ranks} ranks, one a GPU, and torch sees no GPU here; "
+            f"see what it needs with: integration plan {job.name}"
+        )
     if gpus and ranks > gpus:
         which = f"--ranks {ranks}" if asked else f"{job.name} is written for {ranks} ranks and"
         raise UserError(
