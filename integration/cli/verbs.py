@@ -5,7 +5,7 @@ What they need is imported when they run.
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 from tyro.conf import Positional, arg
 
@@ -13,10 +13,6 @@ from integration.dryrun.request import Request
 from integration.ground import options, terminal
 from integration.ground.errors import UserError
 from integration.ground.options import Config, Experts, Json, Layers, Names, Without
-
-if TYPE_CHECKING:
-    from integration.plan.plan import Change
-    from integration.plan.plan import Plan as Made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,23 +79,19 @@ class Plan:
 
         options.report(
             self.json,
-            lambda: _as_json(made, changed),
+            lambda: {
+                "kind": "plan",
+                "config": made.job.name,
+                **asdict(made),
+                "too_large": made.too_large,
+                "changes": [asdict(change) for change in changed],
+            },
             lambda: render.show(made, changed, figures, arithmetic, terminal.console(120)),
         )
         if self.html is not None:
             pages.write(made, changed, self.html, figures, arithmetic)
             print(f"page: {self.html}")
         return made.exit_code
-
-
-def _as_json(made: "Made", changed: "list[Change]") -> dict[str, Any]:
-    return {
-        "kind": "plan",
-        "config": made.job.name,
-        **asdict(made),
-        "too_large": made.too_large,
-        "changes": [asdict(change) for change in changed],
-    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,9 +184,8 @@ class Report:
                 print(f"picture: {file}")
             return
 
-        target = self.out
-        if target is None:
-            outputs_dir().mkdir(parents=True, exist_ok=True)
-            target = outputs_dir() / "report.html"
+        target = self.out or outputs_dir() / "report.html"
+        if self.out is None:
+            target.parent.mkdir(parents=True, exist_ok=True)
         report.write(self.runs, target)
         print(f"page: {target}")

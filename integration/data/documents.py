@@ -12,6 +12,7 @@ import lzma
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -30,7 +31,8 @@ def kind(file: Path) -> str | None:
     ('.jsonl', '.txt', None)
     """
     name = file.name.lower()
-    plain = _without_codec(name)
+    codec = Path(name).suffix
+    plain = name.removesuffix(codec) if codec in CODECS else name
     ending = Path(plain).suffix
     known = ending in READERS and (ending in TEXT or plain == name)
     return ending if known else None
@@ -65,9 +67,8 @@ def cut(text: str, limit: int) -> Iterator[str]:
     while len(text) - start > limit:
         end = start + limit
         middle = start + (limit + 1) // 2
-        found = max(text.rfind("\n", middle, end), -1)
-        found = text.rfind(" ", middle, end) if found < 0 else found
-        end = found + 1 if found >= 0 else end
+        found = text.rfind("\n", middle, end) + 1 or text.rfind(" ", middle, end) + 1
+        end = found or end
         yield text[start:end]
         start = end
     if start < len(text) or not text:
@@ -90,11 +91,6 @@ def checked(value: Any, where: str) -> str:
         except UnicodeEncodeError as error:
             raise DocumentError(f"{where} is not Unicode: {error}") from None
     return value
-
-
-def _without_codec(name: str) -> str:
-    ending = Path(name).suffix
-    return name.removesuffix(ending) if ending in CODECS else name
 
 
 class _Zstd(io.RawIOBase):
@@ -154,9 +150,7 @@ def _open(file: Path) -> Generator[IO[str]]:
 
 def _lines(file: Path, limit: int) -> Iterator[str]:
     with _open(file) as stream:
-        number = 0
-        while True:
-            number += 1
+        for number in count(1):
             where = f"{file}, line {number},"
             try:
                 line = stream.readline()
@@ -198,11 +192,10 @@ def _rows(file: Path, limit: int) -> Iterator[str]:
         names = ", ".join(schema.names)
         if "text" not in schema.names:
             raise DocumentError(f"{file} needs a column `text`; it has: {names}")
-        number = 0
-        for batch in table.iter_batches(batch_size=ROWS, columns=["text"]):
-            for value in batch.column(0).to_pylist():
-                number += 1
-                yield from cut(checked(value, f"{file}, row {number},"), limit)
+        batches = table.iter_batches(batch_size=ROWS, columns=["text"])
+        values = chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
+        for number, value in enumerate(values, 1):
+            yield from cut(checked(value, f"{file}, row {number},"), limit)
 
 
 READERS: dict[str, Callable[[Path, int], Iterator[str]]] = {

@@ -9,21 +9,15 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import distribution
+from itertools import accumulate
 from pathlib import Path
 from typing import cast
 
-from integration.data.documents import (
-    CODECS,
-    READERS,
-    DocumentError,
-    checked,
-    cut,
-    kind,
-    pieces,
-)
+from integration.data.documents import CODECS, READERS, DocumentError, checked, cut, kind, pieces
 from integration.ground.errors import UserError
 from integration.ground.paths import cache_dir
 
@@ -118,8 +112,7 @@ class Source:
             UserError: nothing in it, not readable, or a document without a text.
         """
         if self.kind == "disk":
-            _check_saved(self.path)
-            return
+            return _check_saved(self.path)
         empty = [f for f in self.files if f.stat().st_size == 0]
         if len(empty) == len(self.files):
             raise UserError(f"the data in {self.path} is empty: {len(empty)} file(s) of 0 bytes")
@@ -158,7 +151,11 @@ def _check_saved(path: Path) -> None:
     from datasets import Dataset, disable_progress_bars, load_from_disk
 
     disable_progress_bars()
-    if not _saved_files(path):
+    try:
+        files = json.loads((path / "state.json").read_text())["_data_files"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path / 'state.json'} cannot be read: {error!r}") from error
+    if not files:  # the library cannot open it
         raise UserError(f"the data in {path} is empty: no document in it")
     try:
         rows = cast(Dataset, load_from_disk(str(path)))
@@ -178,14 +175,6 @@ def _check_saved(path: Path) -> None:
     if texts.null_count:
         row = texts.is_null().index(True).as_py() + 1
         raise UserError(f"the data in {path} cannot be used: row {row} has no text")
-
-
-def _saved_files(path: Path) -> list:
-    """Return the Arrow files of a saved data set; the library cannot open one that has none."""
-    try:
-        return json.loads((path / "state.json").read_text())["_data_files"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path / 'state.json'} cannot be read: {error!r}") from error
 
 
 # Tokens that TorchTitan's HuggingFaceTokenizer takes from tokenizer_config.json.
@@ -212,20 +201,18 @@ def tokenizer_size(folder: Path) -> int:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         ends = [_content(config.get(f"{name}_token")) for name in SPECIAL]
         decoder = [_content(token) for token in config.get("added_tokens_decoder", {}).values()]
-        if not ends[1]:
-            raise UserError(f"{folder}/tokenizer_config.json names no eos_token")
         added = [token for token in (*ends, *decoder) if token]
         tokenizer.add_special_tokens([AddedToken(token, special=True) for token in added])
-        return max(tokenizer.get_vocab().values(), default=-1) + 1
     except FileNotFoundError:
         raise UserError(
             f"{folder} lacks tokenizer_config.json, which names the tokens that begin and end a "
             "document"
         ) from None
-    except UserError:
-        raise
     except Exception as error:  # the tokenizers library raises plain Exception
         raise UserError(f"the tokenizer in {folder} cannot be read: {error}") from error
+    if not ends[1]:
+        raise UserError(f"{folder}/tokenizer_config.json names no eos_token")
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def _content(token: str | dict | None) -> str | None:
@@ -268,25 +255,38 @@ def long_documents() -> Path:
         text = "".join(cast(Dataset, load_from_disk(str(dataset)))["text"])
         starts = range(0, len(text), LONG_DOCUMENT)
         documents = [text[start : start + LONG_DOCUMENT] for start in starts]
-        beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        try:
-            Dataset.from_dict({"text": documents}).save_to_disk(str(beside / "dataset"))
-            os.rename(beside / "dataset", folder)
-        except OSError:
-            if not folder.exists():  # else another build was first, with the same bytes
-                raise
-        finally:
-            shutil.rmtree(beside, ignore_errors=True)
+        with _built_beside(folder) as beside:
+            Dataset.from_dict({"text": documents}).save_to_disk(str(beside))
     return folder
+
+
+@contextmanager
+def _built_beside(folder: Path) -> Generator[Path]:
+    """Give a folder to build in, renamed to ``folder`` at the end unless another build was first.
+
+    That one has the same bytes.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield beside
+        try:
+            os.rename(beside, folder)
+        except OSError:
+            if not folder.exists():
+                raise
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def _pinned_sources() -> list[tuple[str, str]]:
     """Return (name, recorded hash) of the pins' Python files, in an order that mixes subjects."""
-    found = []
-    for pin in PINS:
-        for file in distribution(pin).files or ():
-            if file.suffix == ".py" and file.parts[0] == pin and file.hash:
-                found.append((str(file), file.hash.value))
+    found = [
+        (str(file), file.hash.value)
+        for pin in PINS
+        for file in distribution(pin).files or ()
+        if file.suffix == ".py" and file.parts[0] == pin and file.hash
+    ]
     return sorted(found, key=lambda item: hashlib.sha256(item[0].encode()).digest())
 
 
@@ -296,9 +296,7 @@ def _build(folder: Path, names: list[str]) -> None:
     from rich.progress import track
 
     disable_progress_bars()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with _built_beside(folder) as beside:
         root = Path(str(distribution("torch").locate_file("")))
         texts = [
             (root / name).read_text(encoding="utf-8", errors="replace")
@@ -308,13 +306,6 @@ def _build(folder: Path, names: list[str]) -> None:
         with Console().status("training the tokenizer"):
             _train_tokenizer(texts, beside / "tokenizer")
         Dataset.from_dict({"text": texts}).save_to_disk(str(beside / "dataset"))
-        try:
-            os.rename(beside, folder)
-        except OSError:
-            if not folder.exists():  # else another build was first, with the same bytes
-                raise
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
 
 
 def _train_tokenizer(texts: list[str], folder: Path) -> None:
@@ -323,8 +314,9 @@ def _train_tokenizer(texts: list[str], folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    before = accumulate(map(len, texts), initial=0)
     tokenizer.train_from_iterator(
-        _first_bytes(texts, TOKENIZER_BYTES),
+        (text for text, size in zip(texts, before, strict=False) if size < TOKENIZER_BYTES),
         trainers.BpeTrainer(
             vocab_size=MINI_VOCAB,
             show_progress=False,
@@ -336,11 +328,3 @@ def _train_tokenizer(texts: list[str], folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"bos_token": BOS, "eos_token": EOS}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
-
-
-def _first_bytes(texts: list[str], limit: int) -> Iterator[str]:
-    for text in texts:
-        if limit <= 0:
-            return
-        yield text
-        limit -= len(text)

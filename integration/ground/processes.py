@@ -24,16 +24,9 @@ GONE_SECONDS = 30
 _NOT_OURS = re.compile(
     r"PET_.*|TORCHELASTIC_.*|TORCH_ELASTIC_.*|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|"
     r"MASTER_(ADDR|PORT)|LOGLEVEL|LOG_RANK|NGPU|OMP_PROC_BIND|OMP_PLACES|GOMP_CPU_AFFINITY|"
-    r"KMP_AFFINITY"
-)
-# Of Python's own variables, those that change neither what code means nor what it prints.
-_PYTHON_OURS = (
-    "PYTHONPATH",
-    "PYTHONDONTWRITEBYTECODE",
-    "PYTHONPYCACHEPREFIX",
-    "PYTHONFAULTHANDLER",
-    "PYTHONUNBUFFERED",
-    "PYTHONHASHSEED",
+    r"KMP_AFFINITY|"
+    # All of Python's own, except those that change neither what code means nor what it prints.
+    r"PYTHON(?!(PATH|DONTWRITEBYTECODE|PYCACHEPREFIX|FAULTHANDLER|UNBUFFERED|HASHSEED)$)[A-Z0-9]+"
 )
 
 
@@ -43,12 +36,7 @@ def environment() -> dict[str, str]:
     The settings of NCCL, Gloo, CUDA, OpenMP and of PyTorch's compiler and allocator stay: they
     describe the machine, which its owner knows best.
     """
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if not _NOT_OURS.fullmatch(name)
-        and (name in _PYTHON_OURS or not re.fullmatch(r"PYTHON[A-Z0-9]+", name))
-    }
+    return {name: value for name, value in os.environ.items() if not _NOT_OURS.fullmatch(name)}
 
 
 def end_with_parent(grace: float, each_look: Callable[[], None] = lambda: None) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pyarrow.compute as pc
 from datasets import Dataset, Features, IterableDataset, Value, load_from_disk
@@ -74,46 +74,24 @@ class TextDataLoader(HuggingFaceTextDataLoader):
     class Config(HuggingFaceTextDataLoader.Config):
         dataset: str = "local"
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        dp_world_size: int,
-        dp_rank: int,
-        tokenizer,
-        seq_len: int,
-        local_batch_size: int,
-        **kwargs,
-    ) -> None:
+    def __init__(self, config: Config, *, local_batch_size: int, **given: Any) -> None:
+        share = {name: given[name] for name in ("dp_rank", "dp_world_size", "seq_len")}
+        rank, ranks, seq_len = share.values()
         limit = SEQUENCES_A_PIECE * seq_len
         # TorchTitan's place for data sets of one's own (docs/datasets.md).
         DATASETS["local"] = DatasetConfig(
             path="",
-            loader=partial(_load, limit=limit, ranks=dp_world_size),
+            loader=partial(_load, limit=limit, ranks=ranks),
             sample_processor=lambda row: row["text"],
         )
         once = HuggingFaceTextDataset(
-            config.dataset,
-            config.dataset_path,
-            tokenizer,
-            seq_len=seq_len,
-            dp_rank=dp_rank,
-            dp_world_size=dp_world_size,
-            infinite=False,
+            config.dataset, config.dataset_path, given["tokenizer"], infinite=False, **share
         )
         found = sum(1 for _ in islice(once, local_batch_size))
         if found < local_batch_size:
             raise ValueError(
-                f"the data in {config.dataset_path} is smaller than one batch: rank {dp_rank} of "
-                f"{dp_world_size} needs {local_batch_size} sequences of {seq_len} tokens and its "
+                f"the data in {config.dataset_path} is smaller than one batch: rank {rank} of "
+                f"{ranks} needs {local_batch_size} sequences of {seq_len} tokens and its "
                 f"share holds {found}; give more data, fewer ranks or a smaller --training.seq_len"
             )
-        super().__init__(
-            config,
-            dp_world_size=dp_world_size,
-            dp_rank=dp_rank,
-            tokenizer=tokenizer,
-            seq_len=seq_len,
-            local_batch_size=local_batch_size,
-            **kwargs,
-        )
+        super().__init__(config, local_batch_size=local_batch_size, **given)

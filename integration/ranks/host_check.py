@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import nn
@@ -40,24 +40,18 @@ def checked(
     The trainer gives the model its memory right after. That is the last moment at which nothing
     large is allocated, and the first at which a rank's shards are known exactly.
     """
-    if pipeline:
-        pipelining = spec.pipelining_fn
-        if pipelining is None:  # the trainer says so
-            return spec
+    name = "pipelining_fn" if pipeline else "parallelize_fn"
+    build = getattr(spec, name)
+    if build is None:  # the trainer says so
+        return spec
 
-        def split(*args, **kwargs):
-            schedule, parts, first, last = pipelining(*args, **kwargs)
-            check(parts)
-            return schedule, parts, first, last
+    def build_and_check(*args, **kwargs):
+        built = build(*args, **kwargs)  # the model, or a schedule, its stages and two flags
+        check(built[1] if pipeline else [built])
+        return built
 
-        return replace(spec, pipelining_fn=split)
-
-    def parallelize(*args, **kwargs):
-        model = spec.parallelize_fn(*args, **kwargs)
-        check([model])
-        return model
-
-    return replace(spec, parallelize_fn=parallelize)
+    changed: dict[str, Any] = {name: build_and_check}
+    return replace(spec, **changed)
 
 
 def check_host_memory(

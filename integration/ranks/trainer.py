@@ -134,11 +134,8 @@ class JobTrainer(Trainer):
         logger.info(f"Stopped by {signal.Signals(self._stop_asked).name} after step {self.step}.")
 
     def train(self) -> None:
+        """Train; write the last step, whether it was a stop, and each rank's peak host memory."""
         super().train()
-        self._record_end()
-
-    def _record_end(self) -> None:
-        """Write the last step, whether it was a stop, and each rank's peak host memory in bytes."""
         peak = peak_resident_set()
         peaks = [peak] * dist.get_world_size()
         if self._control is not None:

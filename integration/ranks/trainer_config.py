@@ -77,14 +77,16 @@ def trainer_config(job: JobSpec, *, tokenizer: str = "./tokenizer") -> JobTraine
         ),
         metrics=MetricsProcessor.Config(log_freq=1, enable_tensorboard=True),
         debug=DebugConfig(seed=0, **contributed.options(DebugConfig, distinct_seed_axes=["pp"])),
-        override=OverrideConfig(imports=_cpu_overrides()),
+        # FlexAttention has no backward on a CPU.
+        override=OverrideConfig(
+            imports=["integration.ranks.attention.masked_sdpa"] if device_type == "cpu" else []
+        ),
     )
 
 
 def _optimizer(job: JobSpec, spec: ModelSpec) -> OptimizersContainer.Config:
-    if job.optimizer == "muon":
-        return contributed.muon(spec, lr=job.lr)
-    return default_adamw(lr=job.lr)
+    muon = job.optimizer == "muon"
+    return contributed.muon(spec, lr=job.lr) if muon else default_adamw(lr=job.lr)
 
 
 def _checkpointing(job: JobSpec) -> SelectiveAC.Config | FullAC.Config:
@@ -110,7 +112,3 @@ def _fp8_converters(job: JobSpec) -> list[ModelConfigConverter.Config]:
         Float8LinearConverter.Config(filter_fqns=["router.gate", "lm_head"]),
         Float8GroupedExpertsConverter.Config(),
     ]
-
-
-def _cpu_overrides() -> list:
-    return ["integration.ranks.attention.masked_sdpa"] if device_type == "cpu" else []

@@ -5,6 +5,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,14 +16,14 @@ from integration.ground.paths import outputs_dir
 from integration.jobs import catalog
 from integration.jobs import cluster as clusters
 from integration.jobs.cluster import Cluster, Variable
-from integration.patchset import overlay
+from integration.patchset import overlay, repository
 from integration.plan import plan
 from integration.plan.levers import Levers
 from integration.slurm.script import SCRIPT_FILE, Script
 from integration.train import launch, options
 from integration.train.launch import Launch
 from integration.train.run import Job, Run
-from integration.train.start import contributions, own_layout
+from integration.train.start import own_layout
 
 PLACEHOLDER = "ACCOUNT"
 
@@ -83,7 +84,7 @@ def launch_job(request: Request) -> None:
     cluster = _check(request)
     # Said before anything is built: what is wrong with the numbers.
     draft = _script(request, cluster, Run(outputs_dir() / request.config / "RUN"), trainer=("",))
-    names = contributions(request.without)
+    names = repository.without(request.without)
     _check_fit(request, cluster, draft.nodes * draft.ranks, names)
     if request.submit:
         _require_sbatch(request.account or cluster.slurm.account)
@@ -107,7 +108,7 @@ def launch_job(request: Request) -> None:
         options.accepted(Launch(run=run, job=plain, patched=patched, ranks=ranks, vocab=vocab))
     if not request.dry:
         run = Run.new(request.config)
-    variables = launch.rank_variables(patched, vocab=vocab, tokenizer=job.tokenizer)
+    variables = launch.rank_variables(patched, job, vocab)
     script = _script(
         request,
         cluster,
@@ -164,7 +165,7 @@ def _for_sbatch() -> dict[str, str]:
     }
 
 
-def _check_fit(request: Request, cluster: Cluster, ranks: int, names: list[str] | None) -> None:
+def _check_fit(request: Request, cluster: Cluster, ranks: int, names: Sequence[str] | None) -> None:
     """Refuse a job that cannot run; warn of one that does not fit by its plan.
 
     A plan may be wrong, and TorchTitan's options change sizes: what does not fit is only said. A

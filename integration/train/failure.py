@@ -10,9 +10,13 @@ from pathlib import Path
 from integration.ground.machine import look
 
 # torchrun's report of the rank that failed first, by exit code or signal.
-ROOT_CAUSE = re.compile(
-    r"Root Cause \(first observed failure\):.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.DOTALL
-)
+FAILED = r".*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)"
+ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\):" + FAILED, re.DOTALL)
+ANY_FAILED = re.compile(rf"^\[\d+\]:\n{FAILED} \(pid: (\d+)\)", re.DOTALL | re.MULTILINE)
+# A process that torchrun itself has ended, once another one had failed.
+CLOSED = re.compile(r"Sending process (\d+) closing signal")
+# How a rank may end because a peer did: torchrun's signal, and an abort by NCCL's watchdog.
+FOLLOWS = (-signal.SIGTERM, -signal.SIGABRT)
 # What c10d puts before each line of a rank's standard error.
 RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 TRACEBACK = "Traceback (most recent call last):"
@@ -41,9 +45,10 @@ def diagnose(logs: Path, agent_output: str) -> Failure:
         last = [line.strip() for line in agent_output.splitlines() if line.strip()]
         said = _exception(agent_output) or (last or ["torchrun ended without a word"])[-1]
         return Failure(None, _shorten(said))
-    rank, code = int(cause[1]), int(cause[2])
-    if code == -signal.SIGTERM and (raised := _first_to_raise(logs)) is not None:
+    rank, code = _killed(agent_output) or (int(cause[1]), int(cause[2]))
+    if code == -signal.SIGTERM and (errors := _oldest_first(logs, "*/error.json")):
         # Torchrun sends it to the survivors of a dead rank, and may see one of them end first.
+        raised = errors[0].parent
         return Failure(int(raised.name), _words_of(raised) or f"rank {raised.name} raised")
     if code < 0:
         why = f"rank {rank} was killed by signal {-code}"
@@ -55,22 +60,35 @@ def diagnose(logs: Path, agent_output: str) -> Failure:
     )
 
 
+def _killed(agent_output: str) -> tuple[int, int] | None:
+    """Return rank and exit code of one that was killed from outside; None where none was.
+
+    Its peers raise at once, as it no longer answers. Torchrun orders failures by whole seconds, of
+    which a peer's begins when it raised and that of a killed rank when torchrun saw it: it may take
+    the peer for the first.
+    """
+    closed = set(CLOSED.findall(agent_output))
+    found = ((int(rank), int(code), pid) for rank, code, pid in ANY_FAILED.findall(agent_output))
+    killed = ((r, c) for r, c, pid in found if c < 0 and c not in FOLLOWS and pid not in closed)
+    return next(killed, None)
+
+
 def rank_folder(logs: Path, rank: int) -> Path | None:
     """Return torchrun's log folder of ``rank`` in its newest attempt."""
-    found = sorted(logs.glob(f"*/attempt_*/{rank}"), key=lambda f: f.stat().st_mtime)
+    found = _oldest_first(logs, str(rank))
     return found[-1] if found else None
 
 
-def _first_to_raise(logs: Path) -> Path | None:
-    """Return the folder of the rank that was the first to leave an ``error.json``."""
-    found = sorted(logs.glob("*/attempt_*/*/error.json"), key=lambda f: f.stat().st_mtime)
-    return found[0].parent if found else None
+def _oldest_first(logs: Path, name: str) -> list[Path]:
+    return sorted(logs.glob(f"*/attempt_*/{name}"), key=lambda path: path.stat().st_mtime)
 
 
 def _words_of(folder: Path | None) -> str | None:
     if folder is None:
         return None
-    text = look(lambda: _recorded(folder / "error.json"), "") or _read(folder / "stderr.log")
+    errors = folder / "stderr.log"
+    text = look(lambda: _recorded(folder / "error.json"), "")
+    text = text or look(lambda: errors.read_text(encoding="utf-8", errors="replace"), "")
     if "No space left on device" in text:
         return "the disk is full"
     return words(text)
@@ -110,7 +128,3 @@ def _recorded(error: Path) -> str:
 def _shorten(text: str, limit: int = 600) -> str:
     text = " ".join(text.split())
     return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
-def _read(path: Path) -> str:
-    return look(lambda: path.read_text(encoding="utf-8", errors="replace"), "")

@@ -10,7 +10,6 @@ the same, and so do ranks without torchrun: nothing is left behind.
 """
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -25,14 +24,7 @@ from integration.ground import owner, processes, terminal
 from integration.ground.errors import UserError
 from integration.ground.machine import cores, look
 from integration.ground.paths import REPO, cache_dir
-from integration.jobs import checkpoints
-from integration.jobs.handover import (
-    EXPERTS_VARIABLE,
-    LAYERS_VARIABLE,
-    OVERLAY_VARIABLE,
-    TOKENIZER_VARIABLE,
-    VOCAB_VARIABLE,
-)
+from integration.jobs import checkpoints, handover
 from integration.patchset.overlay import Overlay
 from integration.train.failure import diagnose, rank_folder
 from integration.train.run import Job, Run
@@ -48,7 +40,6 @@ JOB_MODULE = "integration.ranks"
 FULL_DISK_BYTES = 2**20
 # Ctrl-C and Ctrl-\\, the end of the terminal, and what schedulers send.
 STOPS = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1)
-TITAN_LINE = re.compile(r"^\[titan\] ")
 BEGUN = "Training starts at step"
 # Said at every start, or of no use without a GPU.
 QUIET = ("lspci", "Peak FLOPS", "Peak flops", "[GC]", "Sleeping 2 seconds", "structured_logger")
@@ -94,21 +85,12 @@ class Launch:
         line += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--rdzv-id=run"]
         line += ["--local-addr=127.0.0.1", f"--shutdown-timeout={self.shutdown_seconds}"]
         line += [f"--log-dir={self.run.folder / 'logs'}", "--redirects=3"]
-        return [
-            *line,
-            *trainer_arguments(self.run, self.job, color=self.color, module=self.module),
-        ]
+        return line + trainer_arguments(self.run, self.job, color=self.color, module=self.module)
 
     def environment(self) -> dict[str, str]:
         """Return the ranks' environment: the overlay first, no network, one address."""
         inherited = processes.environment()
-        ours = rank_variables(
-            self.patched,
-            vocab=self.vocab,
-            tokenizer=self.job.tokenizer,
-            layers=self.job.layers,
-            experts=self.job.experts,
-        )
+        ours = rank_variables(self.patched, self.job, self.vocab)
         return {
             "TOKENIZERS_PARALLELISM": "false",
             "GLOO_SOCKET_IFNAME": "lo",
@@ -117,9 +99,9 @@ class Launch:
             "OMP_NUM_THREADS": inherited.get("OMP_NUM_THREADS")
             or str(max(1, cores() // self.ranks)),
             # Not those of a run that started this one.
-            LAYERS_VARIABLE: "",
-            EXPERTS_VARIABLE: "",
-            OVERLAY_VARIABLE: "",
+            handover.LAYERS_VARIABLE: "",
+            handover.EXPERTS_VARIABLE: "",
+            handover.OVERLAY_VARIABLE: "",
             processes.PARENT_VARIABLE: str(os.getpid()),
             **{name: value for name, value, _ in ours},
         }
@@ -150,16 +132,11 @@ def trainer_arguments(run: Run, job: Job, *, color: bool, module: str = JOB_MODU
     return [*line, *job.options]
 
 
-def rank_variables(
-    patched: Overlay,
-    *,
-    vocab: int,
-    tokenizer: str,
-    layers: int | None = None,
-    experts: int | None = None,
-) -> list[tuple[str, str, str]]:
+def rank_variables(patched: Overlay, job: Job, vocab: int) -> list[tuple[str, str, str]]:
     """Return name, value and reason of what ranks need wherever they run."""
     behind = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
+    cut = ((handover.LAYERS_VARIABLE, job.layers), (handover.EXPERTS_VARIABLE, job.experts))
+    checked = [(handover.OVERLAY_VARIABLE, str(patched.path), "checked by each rank")]
     return [
         ("PYTHONPATH", patched.pythonpath(behind), "the overlay of the patches first"),
         ("PYTHONUNBUFFERED", "1", "a log holds all that a rank said before it died"),
@@ -167,11 +144,10 @@ def rank_variables(
         ("HF_HUB_OFFLINE", "1", "a tokenizer is a folder: no rank goes to the network"),
         ("HF_DATASETS_OFFLINE", "1", "data is a folder too"),
         ("HF_DATASETS_CACHE", str(cache_dir() / "hf"), "what --data is converted to, once"),
-        *([(OVERLAY_VARIABLE, str(patched.path), "checked by each rank")] if patched.path else []),
-        (VOCAB_VARIABLE, str(vocab), "the model's vocabulary is the tokenizer's"),
-        (TOKENIZER_VARIABLE, tokenizer, "the tokenizer's folder"),
-        *([(LAYERS_VARIABLE, str(layers), "of the cut model")] if layers else []),
-        *([(EXPERTS_VARIABLE, str(experts), "of the cut model")] if experts else []),
+        *(checked if patched.path else []),
+        (handover.VOCAB_VARIABLE, str(vocab), "the model's vocabulary is the tokenizer's"),
+        (handover.TOKENIZER_VARIABLE, job.tokenizer, "the tokenizer's folder"),
+        *((name, str(number), "of the cut model") for name, number in cut if number),
     ]
 
 
@@ -232,20 +208,18 @@ class _Log:
         folder = rank_folder(self.logs, self.rank)
         # An earlier attempt's is older.
         if folder is None or folder.stat().st_mtime < self.started - 1:
-            return self._wait(time.time() - self.started)
-        self._print(folder / "stdout.log", TITAN_LINE, self.show is not Show.NOTHING)
+            if not self.waited and time.time() - self.started > MEETING_SECONDS:
+                self.waited = True
+                terminal.say(
+                    f"no rank has started yet, after {MEETING_SECONDS} s: torchrun waits for the "
+                    f"machine, or for other nodes; its log: {self.logs / AGENT_LOG}"
+                )
+            return
+        self._print(folder / "stdout.log")
         if self.show is Show.EVERYTHING:
-            self._print(folder / "stderr.log", re.compile(""), True)
+            self._print(folder / "stderr.log")
 
-    def _wait(self, age: float) -> None:
-        if not self.waited and age > MEETING_SECONDS:
-            self.waited = True
-            terminal.say(
-                f"no rank has started yet, after {MEETING_SECONDS} s: torchrun waits for the "
-                f"machine, or for other nodes; its log: {self.logs / AGENT_LOG}"
-            )
-
-    def _print(self, path: Path, wanted: re.Pattern[str], shown: bool) -> None:
+    def _print(self, path: Path) -> None:
         if not path.exists():
             return
         with open(path, encoding="utf-8", errors="replace") as file:
@@ -253,8 +227,8 @@ class _Log:
             while (line := file.readline()).endswith("\n"):
                 self.positions[path] = file.tell()
                 self.begun = self.begun or BEGUN in line
-                plain = wanted.match(line) and not any(word in line for word in QUIET)
-                if shown and (plain or self.show is Show.EVERYTHING):
+                titan = line.startswith("[titan] ") and not any(word in line for word in QUIET)
+                if self.show is Show.EVERYTHING or (titan and self.show is Show.TITAN):
                     terminal.say(line, end="")
 
 

@@ -60,7 +60,6 @@ def _complaint(text: str) -> str:
     text = re.split(
         r" Available subcommands:| Perhaps you meant:| Argument helptext:| For full", text
     )[0]
-    text = text.removeprefix("Unrecognized options ").removeprefix("Value error ")
     return f"{text} (did you mean {meant[1]}?)" if meant else text
 
 

@@ -5,9 +5,11 @@
 """
 
 import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from integration.ground import files
 from integration.ground.errors import UserError
@@ -46,11 +48,9 @@ class Run:
         start = datetime.now().strftime("%Y%m%d-%H%M%S")
         for attempt in range(100):
             folder = parent / (f"{start}-{attempt}" if attempt else start)
-            try:
+            with suppress(FileExistsError):
                 folder.mkdir()
                 return cls(folder)
-            except FileExistsError:
-                continue
         raise UserError(f"no free name for a run under {parent}/{start}; try again in a second")
 
     @classmethod
@@ -61,11 +61,8 @@ class Run:
             UserError: there is none.
         """
         parent = outputs_dir() / config
-        folders = (
-            [f for f in parent.glob("*") if (f / JOB_FILE).exists()] if parent.exists() else []
-        )
-        for folder in sorted(folders, reverse=True):
-            run = cls(folder)
+        for job in sorted(parent.glob(f"*/{JOB_FILE}"), reverse=True):
+            run = cls(job.parent)
             if run.checkpoints():
                 return run
         raise UserError(
@@ -78,16 +75,11 @@ class Run:
 
     def job(self) -> Job:
         try:
-            values = json.loads((self.folder / JOB_FILE).read_text())
-            return Job(
-                values["config"],
-                values["data"],
-                values["tokenizer"],
-                tuple(values["options"]),
-                tuple(values["contributions"]),
-                values.get("layers"),
-                values.get("experts"),
-            )
+            values: dict[str, Any] = json.loads((self.folder / JOB_FILE).read_text())
+            lists: dict[str, Any] = {
+                name: tuple(values[name]) for name in ("options", "contributions")
+            }
+            return Job(**values | lists)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{self.folder / JOB_FILE} cannot be read: {error!r}") from error
 

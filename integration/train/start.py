@@ -8,15 +8,7 @@ from pathlib import Path
 from integration.data import source as job_data
 from integration.ground import machine, owner
 from integration.ground.errors import UserError
-from integration.ground.options import (
-    Config,
-    Experts,
-    Layers,
-    Rest,
-    Without,
-    at_least,
-    debugging,
-)
+from integration.ground.options import Config, Experts, Layers, Rest, Without, at_least, debugging
 from integration.ground.paths import outputs_dir
 from integration.ground.terminal import say
 from integration.jobs import catalog, checkpoints
@@ -100,7 +92,7 @@ def _prepare(request: Request, asked: JobSpec, resumed: Run | None) -> Launch:
     Its run is the one that goes on, or stands for the one to be made.
     """
     before = resumed.job() if resumed else None
-    names = contributions(request.without)
+    names = repository.without(request.without)
     if before and not request.without:
         names = _as_before(before)
     gpus = machine.gpu_count()
@@ -151,15 +143,12 @@ def choose_ranks(job: JobSpec, asked: int | None, gpus: int) -> int:
     Raises:
         UserError: more ranks than GPUs, or a job for many machines on this one.
     """
-    if job.any_ranks:
-        ranks = asked or gpus or 2
-    else:
-        ranks = asked or job.ranks
-        if not asked and not gpus and ranks > CPU_RANKS:
-            raise UserError(
-                f"{job.name} is written for {ranks} ranks, one a GPU, and torch sees no GPU here; "
-                f"see what it needs with: integration plan {job.name}"
-            )
+    ranks = asked or ((gpus or 2) if job.any_ranks else job.ranks)
+    if not asked and not gpus and ranks > CPU_RANKS:
+        raise UserError(
+            f"{job.name} is written for {ranks} ranks, one a GPU, and torch sees no GPU here; "
+            f"see what it needs with: integration plan {job.name}"
+        )
     if gpus and ranks > gpus:
         which = f"--ranks {ranks}" if asked else f"{job.name} is written for {ranks} ranks and"
         raise UserError(
@@ -180,19 +169,13 @@ def own_layout(options: tuple[str, ...]) -> bool:
     return any(option.startswith("--parallelism.") for option in options)
 
 
-def contributions(without: tuple[str, ...]) -> list[str] | None:
-    """Return the names of the set without those left out, as ``repository.without`` does."""
-    kept = repository.without(without)
-    return None if kept is None else list(kept)
-
-
-def _as_before(before: Job) -> list[str]:
+def _as_before(before: Job) -> tuple[str, ...]:
     """Return the names of the set that a run was trained on, and say what it leaves out.
 
     Contributions that have been dropped since are upstream's now, and so are not missing.
     """
     every = [c.name for c in repository.load()]
-    names = [name for name in every if name in before.contributions]
+    names = tuple(name for name in every if name in before.contributions)
     if left_out := [name for name in every if name not in names]:
         print(
             f"left out, as in the run that goes on (--without names others): {', '.join(left_out)}",
@@ -203,15 +186,8 @@ def _as_before(before: Job) -> list[str]:
 
 def _fresh(request: Request) -> Job:
     tokenizer, data = job_data.folders(request.tokenizer, request.data)
-    return Job(
-        request.config,
-        str(data),
-        str(tokenizer),
-        request.options,
-        (),
-        request.layers,
-        request.experts,
-    )
+    made = (request.config, str(data), str(tokenizer), request.options, ())
+    return Job(*made, request.layers, request.experts)
 
 
 def _continued(request: Request, before: Job) -> Job:

@@ -50,6 +50,41 @@ def test_the_words_of_the_first_rank_count_not_those_of_its_peers(tmp_path, rank
     assert diagnose(tmp_path, REPORT.format(code=1)).sentence == "ValueError: the cause"
 
 
+# A peer raised in the second before the one in which torchrun saw that rank 1 was killed.
+PEER_FIRST = """\
+W1129 12:00:01.1 torch/distributed/elastic/agent.py:1] {closed}
+------------------------------------------------------------
+Failures:
+[0]:
+  time      : 2026-11-29_12:00:01
+  rank      : 1 (local_rank: 1)
+  exitcode  : {code} (pid: 11)
+------------------------------------------------------------
+Root Cause (first observed failure):
+[1]:
+  time      : 2026-11-29_12:00:00
+  rank      : 0 (local_rank: 0)
+  exitcode  : 1 (pid: 10)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "closed", "first"),
+    [
+        (-9, "", "rank 1 was killed by signal 9"),
+        (-11, "", "rank 1 was killed by signal 11"),
+        (-6, "", "RuntimeError: peer"),  # NCCL's watchdog, for which the peer is the reason
+        (-9, "Sending process 11 closing signal SIGTERM", "RuntimeError: peer"),
+    ],
+)
+def test_a_killed_rank_comes_before_the_peer_that_noticed(tmp_path, rank, code, closed, first):
+    peer = rank.parent / "0"
+    peer.mkdir()
+    (peer / "error.json").write_text(json.dumps({"message": {"message": "RuntimeError: peer"}}))
+    failure = diagnose(tmp_path, PEER_FIRST.format(code=code, closed=closed))
+    assert failure.sentence.startswith(first)
+
+
 def test_a_rank_that_torchrun_stopped_is_not_taken_for_the_cause(tmp_path, rank):
     peer = rank.parent / "0"
     peer.mkdir()

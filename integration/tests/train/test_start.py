@@ -74,11 +74,11 @@ def test_a_run_goes_on_with_the_model_it_had():
 
 
 def test_what_requires_a_contribution_that_is_left_out_goes_too(capsys):
-    names = start.contributions(("dist_muon_any_device",))
+    names = repository.without(("dist_muon_any_device",))
     assert names is not None
     assert not {"dist_muon_any_device", "flex_shard_muon", "flex_shard_split_fused"} & set(names)
     # The overlay, which adds what is required, puts none of them back.
-    assert names == [c.name for c in repository.select(repository.load(), names)]
+    assert names == tuple(c.name for c in repository.select(repository.load(), names))
     said = capsys.readouterr()
     assert said.err.startswith("left out too, as they require dist_muon_any_device: ")
     assert "flex_shard_split_fused" in said.err
@@ -87,11 +87,11 @@ def test_what_requires_a_contribution_that_is_left_out_goes_too(capsys):
 
 
 def test_nothing_is_said_where_nothing_else_goes(capsys):
-    names = start.contributions(("shared_rope_cache",))
+    names = repository.without(("shared_rope_cache",))
     assert names is not None
     assert len(names) == len(repository.load()) - 1
     assert not capsys.readouterr().err
-    assert start.contributions(()) is None
+    assert repository.without(()) is None
 
 
 class BuiltError(Exception):
@@ -109,10 +109,10 @@ def built(tmp_path, monkeypatch):
 
     monkeypatch.setattr(start.overlay, "build", build)
 
-    def names(request: start.Request) -> list[str] | None:
+    def names(request: start.Request) -> list[str]:
         with pytest.raises(BuiltError) as asked:
             start.train(request)
-        return asked.value.args[0]
+        return list(asked.value.args[0] or ())
 
     return names
 

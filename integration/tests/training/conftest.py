@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from integration.ground.paths import REPO
-from integration.train import summary
+from integration.train import launch, summary
 from integration.train.run import Run
 
 # A start takes 15 s on two free cores, and several suites may share them.
@@ -65,6 +65,12 @@ class Training:
         return [found[rank] for rank in sorted(found)]
 
 
+def _as_from_a_terminal() -> None:
+    """Heed all signals: a shell ignores SIGINT for `make test &`, and a run keeps what is so."""
+    for signum in launch.STOPS:
+        signal.signal(signum, signal.SIG_DFL)
+
+
 @dataclass
 class Trainer:
     """Starts trainings whose outputs go to a folder of the test's own."""
@@ -84,6 +90,7 @@ class Trainer:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
+                preexec_fn=_as_from_a_terminal,
             )
         self.started.append(Training(process, log, self.outputs))
         return self.started[-1]

@@ -69,6 +69,9 @@ def test_a_killed_launcher_leaves_a_checkpoint_and_no_process(trainer, torchrun_
     training.wait_for_step(2)
     found = processes.of_run(training.run.folder)
     (torchrun,) = (p for p in found if "integration.train.agent" in p.cmdline())
+    ranks = training.rank_pids()
+    for rank in ranks:  # held, or they might have saved before the next start has looked
+        os.kill(rank, signal.SIGSTOP)
     training.process.kill()
     if torchrun_too:
         torchrun.kill()
@@ -77,6 +80,8 @@ def test_a_killed_launcher_leaves_a_checkpoint_and_no_process(trainer, torchrun_
     refused = trainer.train("--resume", expected=2)
     assert "in use by ranks on" in refused.output
     assert f"outlive process {training.process.pid}" in refused.output
+    for rank in ranks:
+        os.kill(rank, signal.SIGCONT)
     _end_of(training)
     saved = training.run.checkpoints()
     assert saved[0] == 1 and saved[-1] >= 2
