@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import random as py_random
 import unittest
+import warnings
 from unittest import mock
 
 import torch
@@ -31,8 +32,11 @@ from torch.testing._internal.distributed._tensor.common_dtensor import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.inductor_utils import HAS_CPU
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+
+aten = torch.ops.aten
 
 RANDOM_OPS = {
     "normal_": lambda t: t.normal_(),
@@ -42,7 +46,72 @@ RANDOM_OPS = {
     "randn_like": torch.randn_like,
     "randint_like": lambda t: torch.randint_like(t, 1 << 20),
     "dropout": lambda t: F.dropout(t.fill_(1.0)),
+    "alpha_dropout": lambda t: F.alpha_dropout(t.fill_(1.0), training=True),
+    "exponential_": lambda t: t.exponential_(),
+    "geometric_": lambda t: t.geometric_(0.01),
+    "log_normal_": lambda t: t.log_normal_(),
+    "cauchy_": lambda t: t.cauchy_(),
+    "feature_dropout": lambda t: torch.feature_dropout(t.fill_(1.0), 0.5, True),
+    "feature_alpha_dropout": lambda t: F.feature_alpha_dropout(
+        t.fill_(1.0), training=True
+    ),
+    "rrelu": lambda t: F.rrelu(t.fill_(-1.0), training=True),
 }
+
+
+def all_aten_names():
+    names = torch._C._dispatch_get_all_op_names()
+    return sorted(name for name in names if name.startswith("aten::"))
+
+
+def sample_arguments(op, make_tensor):
+    """Arguments for a random op; None for a factory, which no DTensor reaches."""
+    values = {
+        # a range, of which the first number is below the second
+        "from": 0.0,
+        "to": 1.0,
+        "lower": 0.1,
+        "upper": 0.9,
+        "low": 0,
+        "high": 1 << 20,
+        "num_samples": 4,
+        "lambd": 1.0,
+        "mean": 0.0,
+        "std": 1.0,
+        "median": 0.0,
+        "sigma": 1.0,
+        "p": 0.5,
+        "dropout_p": 0.5,
+        "train": True,
+        "training": True,
+        "size": [16, 8],
+        "n": 16,
+    }
+    args, kwargs, has_tensor = [], {}, False
+    for argument in op._schema.arguments:
+        name, kind = argument.name, str(argument.type)
+        if kind in ("Tensor", "List[Tensor]"):
+            has_tensor = True
+            if "multinomial" in str(op) and argument.is_out:
+                value = make_tensor(torch.int64, (4,))
+            elif name == "out1":  # of native_dropout
+                value = make_tensor(torch.bool, (8,))
+            else:
+                value = make_tensor(torch.float32, (8,))
+                # rrelu draws a slope where its input is negative
+                value = value.neg_() if "rrelu" in str(op) else value
+            value = value if kind == "Tensor" else [value]
+        elif name in values:
+            value = values[name]
+        elif argument.has_default_value() or kind.startswith("Optional"):
+            value = argument.default_value
+        else:
+            value = {"int": 1, "SymInt": 1, "float": 0.5, "bool": False}.get(kind)
+        if argument.kwarg_only:
+            kwargs[name] = value
+        else:
+            args.append(value)
+    return (args, kwargs) if has_tensor else None
 
 
 def is_sharded(placement):
@@ -150,6 +219,58 @@ class TestRandomCPUSingleProcess(TestCase):
                         self._on_each_rank(world_size, draw_twice), results
                     )
 
+    def test_every_random_op(self):
+        """Each op that aten tags as random draws right, or raises."""
+        names = [name.split("::")[1].split(".") for name in all_aten_names()]
+        ops = [getattr(getattr(aten, n), *(o or ["default"])) for n, *o in names]
+        ops_by_tag = [op for op in ops if torch.Tag.nondeterministic_seeded in op.tags]
+        # without the tag
+        untagged = ("random", "random_", "binomial", "_sample_dirichlet")
+        others = [getattr(aten, n).default for n in untagged]
+        others += [aten.random_.to, getattr(aten.random_, "from")]
+        self.assertGreater(len(ops_by_tag), 100)
+        drawn = set()
+        for op in (*ops_by_tag, *others):
+
+            def draw(mesh, placement, op=op):
+                rows = 8 if placement.is_shard() else 16
+
+                def make_tensor(dtype, columns):
+                    local = torch.full((rows, *columns), 0.5).to(dtype)
+                    return DTensor.from_local(local, mesh, [placement], run_check=False)
+
+                sample = sample_arguments(op, make_tensor)
+                if sample is None:
+                    return None
+                args, kwargs = sample
+                before = torch.get_rng_state()
+                try:
+                    out = op(*args, **kwargs)
+                except (NotImplementedError, RuntimeError):
+                    # An op that was not run did not draw either.
+                    self.assertEqual(torch.get_rng_state(), before)
+                    return None
+                leaves = tree_leaves((out, args, kwargs))
+                return [
+                    leaf.to_local().clone()
+                    for leaf in leaves
+                    if isinstance(leaf, DTensor)
+                ]
+
+            with self.subTest(op=op):
+                first, second = self._on_each_rank(2, lambda m: draw(m, Shard(0)))
+                if first is None:
+                    continue
+                drawn.add(op)
+                self.assertNotEqual(first, second)
+                first, second = self._on_each_rank(2, lambda m: draw(m, Replicate()))
+                self.assertEqual(first, second)
+        # An op for which the arguments above are wrong would go unnoticed.
+        dispatcher = DTensor._op_dispatcher
+        random_ops = dispatcher._random_ops | dispatcher._cpu_random_ops
+        factories = {aten.rand.default, aten.randn.default}
+        self.assertEqual(random_ops - factories - drawn, set())
+
     def test_trunc_normal_ends(self):
         # pytorch/pytorch#180088; where samples repeat, none is ever accepted. One
         # rank, so that no collective decides (those of a fake group do nothing).
@@ -251,8 +372,11 @@ class TestRandomCPUSingleProcess(TestCase):
             before = torch.get_rng_state()
             meta = distribute_tensor(torch.empty(4, 4, device="meta"), mesh, [Shard(0)])
             self.assertTrue(meta.normal_().is_meta)
+            self.assertTrue(meta.exponential_().is_meta)
+            self.assertTrue(torch.multinomial(meta, 2).is_meta)
             self.assertTrue(torch.rand_like(meta).is_meta)
             with FakeTensorMode():
+                dtensor.rand(4, 4, device_mesh=mesh, placements=[Shard(0)])
                 local = torch.empty(4, 4)
                 fake = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
                 fake.normal_()
@@ -263,7 +387,17 @@ class TestRandomCPUSingleProcess(TestCase):
             self.assertEqual(torch.get_rng_state(), before)
             self.assertEqual(generator.get_state(), generator_before)
 
-        self._on_each_rank(2, draw)
+        # Nor do ranks communicate: those that hold real tensors are elsewhere.
+        with mock.patch.multiple(
+            "torch.distributed.tensor._random_cpu",
+            _synced_meshes=set(),
+            mesh_broadcast=self._do_not_communicate,
+        ):
+            self._on_each_rank(2, draw)
+
+    @staticmethod
+    def _do_not_communicate(*args):
+        raise AssertionError("communicates")
 
     def test_default_device_and_modes(self):
         """Neither a default device nor a dispatch mode changes what is drawn."""
@@ -338,6 +472,7 @@ class TestRandomCPUSingleProcess(TestCase):
             draw_through_a_view,
             lambda t: torch.rand_like(t) - torch.rand_like(t),
             lambda t: F.dropout(t) * 2,
+            lambda t: t.exponential_() * 2,
         ]
         cases = [(fn, "aot_eager") for fn in functions]
         if HAS_CPU:  # a compiler for Inductor
@@ -359,6 +494,39 @@ class TestRandomCPUSingleProcess(TestCase):
         for first, second in zip(*self._on_each_rank(2, draw)):
             self.assertNotEqual(first[0], second[0])
             self.assertEqual(first[2], second[2])
+
+    def test_compile_does_not_communicate(self):
+        """The graph of a mesh's first op is made, and run, without a collective."""
+
+        def draw(mesh):
+            t = self._empty(mesh, [Shard(0)], (64, 8))
+            torch._dynamo.reset()
+            compiled = torch.compile(
+                lambda t: t.normal_() + 1, backend="aot_eager", fullgraph=True
+            )
+            return compiled(t).to_local().clone()
+
+        with mock.patch.multiple(
+            "torch.distributed.tensor._random_cpu",
+            _synced_meshes=set(),
+            mesh_broadcast=self._do_not_communicate,
+        ):
+            first, second = self._on_each_rank(2, draw)
+        self.assertNotEqual(first, second)
+
+    def test_compile_refuses(self):
+        """What a graph cannot draw right raises: rrelu writes to its noise."""
+
+        def draw(mesh):
+            t = self._empty(mesh, [Shard(0)], (64, 8)).fill_(-1.0)
+            torch._dynamo.reset()
+            compiled = torch.compile(
+                lambda t: F.rrelu(t, training=True), backend="aot_eager"
+            )
+            with self.assertRaisesRegex(Exception, "outside of torch.compile"):
+                compiled(t)
+
+        self._on_each_rank(2, draw)
 
     def test_stream_of_a_shard(self):
         """The words come from SHAKE128, and the draws from MT19937 on them."""
@@ -456,6 +624,31 @@ class TestRandomCPULocalTensor(LocalDTensorTestBase):
                     self.assertEqual(states[a], states[b])
 
     @with_comms
+    def test_does_not_communicate(self):
+        """The ranks of a LocalTensorMode keep the states that it has for each."""
+        with mock.patch.multiple(
+            "torch.distributed.tensor._random_cpu",
+            _synced_meshes=set(),
+            mesh_broadcast=mock.Mock(side_effect=AssertionError("communicates")),
+        ):
+            self._draw((4,), [Shard(0)])
+
+    @with_comms
+    def test_multinomial(self):
+        def draw(t):
+            return torch.multinomial(t.fill_(1.0), 8)
+
+        _, local, _ = self._draw((4,), [Shard(0)], draw)
+        for a, b in itertools.combinations(range(4), 2):
+            self.assertNotEqual(local[a], local[b])
+        # The weights of a row are gathered: all ranks draw the same.
+        for placement in (Shard(1), Replicate()):
+            _, local, states = self._draw((4,), [placement], draw)
+            for rank in range(4):
+                self.assertEqual(local[rank], local[0])
+                self.assertEqual(states[rank], states[0])
+
+    @with_comms
     def test_global_tensor(self):
         """The same wherever the shards are, for the same grid of shards."""
         one_dim, _, states = self._draw((4,), [Shard(0)])
@@ -551,6 +744,67 @@ class TestRandomCPUMultiProcess(MultiProcContinuousTest):
         self.assertEqual(weights[0], weights[1])  # a seeded run repeats
         model.init_weights()
         self.assertNotEqual(model.first.weight.to_local(), weights[0][self.rank])
+
+    def test_ranks_that_are_seeded_differently(self):
+        """The first op on a mesh takes the generator of its first rank, and warns."""
+        mesh = init_device_mesh(self.device_type, (self.world_size, 1))
+        meta = distribute_tensor(
+            torch.empty(16, 4, device="meta"), mesh, [Replicate(), Shard(0)]
+        )
+        torch.manual_seed(self.rank)
+        with (
+            mock.patch.object(random, "_cpu_run_state_sync", True),
+            mock.patch("torch.distributed.tensor._random_cpu._synced_meshes", set()),
+        ):
+            t = torch.empty_like(meta, device="cpu")
+            logger = "torch.distributed.tensor._random_cpu"
+            if self.rank == 0:
+                with self.assertNoLogs(logger):
+                    t.normal_()
+            else:
+                with self.assertLogs(logger, "WARNING") as logs:
+                    t.normal_()
+                self.assertIn("torch.manual_seed", logs.output[0])
+            first, second = self._on_ranks(t.to_local())
+            self.assertEqual(first, second)
+            # Once: what is seeded differently after that is the user's to know.
+            with CommDebugMode() as comms:
+                t.normal_()
+            self.assertEqual(comms.get_total_counts(), 0)
+
+    def test_manual_seed(self):
+        mesh = init_device_mesh(self.device_type, (self.world_size,))
+        self.assertTrue(random.is_rng_supported_mesh(mesh))
+        with (
+            warnings.catch_warnings(),
+            mock.patch.object(random, "_cpu_run_state_sync", True),
+            mock.patch.object(random, "_rng_tracker", None),
+        ):
+            warnings.simplefilter("error")
+            random.manual_seed(7 + self.rank, mesh)
+            self.assertEqual(torch.initial_seed(), 7 + self.rank)
+            # As for accelerators: these seeds are meant to differ.
+            meta = distribute_tensor(
+                torch.empty(16, 4, device="meta"), mesh, [Replicate()]
+            )
+            t = torch.empty_like(meta, device="cpu").normal_()
+            first, second = self._on_ranks(t.to_local())
+            self.assertNotEqual(first, second)
+            random.manual_seed(7, mesh)
+            first, second = self._on_ranks(t.normal_().to_local())
+            self.assertEqual(first, second)
+
+    def test_ranks_outside_of_the_mesh(self):
+        """They take no part, and their generators stay."""
+        mesh = DeviceMesh(self.device_type, [0])
+        torch.manual_seed(7)
+        before = torch.get_rng_state()
+        meta = distribute_tensor(torch.empty(4, device="meta"), mesh, [Shard(0)])
+        torch.empty_like(meta, device="cpu").normal_()
+        if self.device_type == "cpu":
+            dtensor.randn(4, device_mesh=mesh, placements=[Shard(0)])
+        moved = not torch.equal(torch.get_rng_state(), before)
+        self.assertEqual(moved, self.rank == 0)
 
     def test_hsdp_replicas(self):
         mesh = init_device_mesh(self.device_type, (self.world_size, 1))
