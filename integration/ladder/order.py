@@ -21,6 +21,7 @@ ORDER = {
     "shared_rope_cache": "memory that the layers hold from the start",
     "activation_offload": "370 to 508 tokens/s in the published ladder",
     "moe_combine_memory": "memory of backward: the peak that is left when blocks keep nothing",
+    "dedup_dispatch": "the other change of the experts' dispatch; the job does not name it yet",
     "cpu_grad_norm": "the read of offloaded gradients between backward and optimizer",
     "dist_muon_any_device": "the next ones need it; the job does not use Muon yet",
     "flex_shard_muon": "the job changes from AdamW to Muon, which later ones make faster",
