@@ -270,10 +270,14 @@ class TestExpertsOfOtherDims(MultiThreadedTestCase):
         self._spawn_threads()
 
     def test_train_and_save_as_without_sharding(self):
-        torch.manual_seed(0)
         plain = ExpertsOnly(
             GroupedExperts.Config(dim=24, hidden_dim=16, num_experts=2)
         )
+        # The ranks are threads, which share the default generator.
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for param in plain.parameters():
+                param.copy_(0.1 * torch.randn(param.shape, generator=generator))
         model = copy.deepcopy(plain)
         mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("fsdp",))
         apply_fsdp_to_decoder(

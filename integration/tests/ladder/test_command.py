@@ -102,12 +102,14 @@ def test_two_rungs_are_trained_and_compared_and_gone_on_with(tmp_path):
     assert "round 1  pristine:" in first.stdout
     assert "round 1  pristine:" not in answer.stdout
     record = json.loads(file.read_text())
-    pristine, base, added = record["rungs"]
+    pristine, base, added, full = record["rungs"]
     assert pristine["status"] == "failed"
     assert "NVIDIA" in pristine["reason"]
     assert base["label"] == "pristine + cpu_device"
     assert (added["label"], added["numbers"]) == ("+ shared_rope_cache", "equal")
-    for row in (base, added):
+    assert full["label"] == "full set"
+    assert full["numbers"].startswith("changes as declared: ")
+    for row in (base, added, full):
         (measured,) = row["runs"]
         assert len(measured["loss"]) == len(measured["grad_norm"]) == 3
         assert len(measured["step_s"]) == 2

@@ -274,8 +274,9 @@ def test_built_from_inside_an_overlay(house: House) -> None:
     house.add("two", {"fakebase/block.py": line(30, "two")})
     code = "__import__('integration.patchset.overlay').patchset.overlay.build(['two']).path"
     root = f"__import__('pathlib').Path({str(house.root)!r})"
-    setting = f"__import__('integration.ground.paths').ground.paths.__setattr__('REPO', {root})"
-    inside = imported(house, overlay.build(["one"]), f"({setting}, {code})[1]")
+    setting = "__import__('integration.ground.paths').ground.paths.__setattr__"
+    settings = f"{setting}('REPO', {root}), {setting}('PATCHES', {root} / 'patches')"
+    inside = imported(house, overlay.build(["one"]), f"({settings}, {code})[2]")
     assert inside == str(overlay.build(["two"]).path)
 
 
@@ -291,6 +292,7 @@ _BUILD = """
 import sys, pathlib, time
 from integration.ground import paths
 paths.REPO = pathlib.Path(sys.argv[1])
+paths.PATCHES = paths.REPO / "patches"
 from integration.patchset import overlay
 {before}
 print(overlay.build().path)

@@ -36,7 +36,8 @@ def finding(patch: str, verdict: str) -> Finding:
     return Finding(patch, "file", None, "", "", verdict, "")
 
 
-def test_cells(tmp_path: Path) -> None:
+def test_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "REPO", tmp_path)
     one, two = contribution("one", "", tmp_path), contribution("two", "one", tmp_path)
     folder = one.folder / "evidence"
     folder.mkdir(parents=True)
