@@ -92,6 +92,7 @@ def submit(slurm: Slurm, outputs: Path, *options: str) -> Job:
     return Job(slurm, number[1], Run(Path(folder[1])))
 
 
+@pytest.mark.slow
 def test_a_killed_rank_and_a_pre_emption_cost_no_more_than_the_steps_since_a_checkpoint(
     slurm, tmp_path
 ):

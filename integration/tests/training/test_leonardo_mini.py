@@ -7,6 +7,7 @@ from integration.tests.training.conftest import losses
 pytestmark = pytest.mark.timeout(600)
 
 
+@pytest.mark.slow
 def test_leonardo_mini_learns_on_eight_ranks(trainer):
     """TP 2 x PP 2 x EP 4: the experts' ranks come from FSDP and TP."""
     training = trainer.start("leonardo_mini", "--", "--training.steps", "3")
